@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from accel_bigmodel import cpu_offload, disk_offload, dispatch_model
+from accel_bigmodel.pipeline import prepare_pippy
 from accel_plugins.kwargs import TorchDynamoPlugin
+from accel_state.partial_state import PartialState
 from accel_train import Accelerator
 from accel_train.checkpoint.single_files import get_state_dict_offloaded_model
 from harness import distributed
@@ -154,3 +156,11 @@ def test_no_block_stays_on_the_device_between_forwards(offload: str, fails: bool
     del model
     gc.collect()
     assert npu.memory_allocated(0) == 0
+
+
+@distributed(world_size=2, device="npu")
+def test_a_pipeline_is_traced_with_examples_on_another_device_than_the_model() -> None:
+    plain, x = layers().eval(), torch.randn(4, 64)
+    device = PartialState().device
+    model = prepare_pippy(layers().eval(), example_args=(x.to(device),), gather_output=True)
+    torch.testing.assert_close(model(x.to(device)).cpu(), plain(x))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accel_bigmodel import (
-    Workload,
     check_device_map,
     check_tied_parameters_on_same_device,
     compute_module_sizes,
@@ -24,13 +23,11 @@ from accel_bigmodel import (
     get_max_memory,
     infer_auto_device_map,
     init_empty_weights,
-    kv_cache,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
-    measure_activations,
 )
 from accel_bigmodel.device_map import automatic_device_map, smallest_bound
-from accel_bigmodel.device_plan import fill, units_of
+from accel_bigmodel.device_plan import units_of
 from accel_bigmodel.dispatch import _warn_of_peer_access
 from accel_bigmodel.host_to_device import cgroup_headroom
 from accel_bigmodel.sizes import (
@@ -228,18 +225,6 @@ def test_a_balanced_map_has_the_smallest_largest_share(sizes, devices):
         shares[device_of(str(index), plan)] += 4 * size
     layers = read_layers(model, frozenset(), None)
     assert max(shares) == smallest_bound(units_of(layers), [10**6] * devices)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8), st.integers(0, 40))
-def test_filling_with_activations_agrees_with_a_plain_count(rows, capacity):
-    sizes, actives = [size for size, _ in rows], [active for _, active in rows]
-    names = [f"m{i}" for i in range(len(rows))]
-    layers = Layers(names=names, sizes=sizes, totals=sizes, buffers=[0] * len(rows))
-    units = units_of(layers, Workload(activations=dict(zip(names, actives, strict=True))))
-    (end,) = fill(units, [capacity])
-    assert sum(sizes[:end]) + max(actives[:end], default=0) <= capacity or end == 0
-    if end < len(rows):
-        assert sum(sizes[: end + 1]) + max(actives[: end + 1]) > capacity
 
 
 class Small(nn.Module):
@@ -457,36 +442,6 @@ def test_balancing_leaves_the_first_accelerator_low_when_asked():
     assert sorted(plan.values()) == [1, 1, 1, 2, 2, 2]
     assert get_balanced_memory(model, {0: 1000, "cpu": 5}) == {0: 1000, "cpu": 5}
     assert get_balanced_memory(model, {0: 10, 1: 10}) == {0: 10, 1: 10}
-
-
-def test_activations_and_cache_take_room():
-    model = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(4)])  # 64 bytes each
-    names = [str(i) for i in range(4)]
-    memory = {0: 255, 1: 256}
-    assert infer_auto_device_map(model, memory) == {"0": 0, "1": 0, "2": 1, "3": 1}
-    memory = {0: 256, 1: 256}
-    assert infer_auto_device_map(model, memory) == {"": 0}
-    busy = Workload(cache=dict.fromkeys(names, 64))
-    assert infer_auto_device_map(model, memory, workload=busy) == {"0": 0, "1": 0, "2": 1, "3": 1}
-    active = Workload(activations={"0": 100, "3": 30})
-    plan = infer_auto_device_map(model, {0: 260, 1: 260}, workload=active)
-    assert plan == {"0": 0, "1": 0, "2": 1, "3": 1}
-    with pytest.raises(SettingsError, match="'nowhere'"):
-        infer_auto_device_map(model, memory, workload=Workload(cache={"nowhere": 1}))
-
-
-def test_activations_are_measured_without_computing(toy, tokens):
-    sizes = measure_activations(toy.to("meta"), tokens)
-    assert sizes["head"] == 4 * (4 * 8 + 4 * 11)
-    assert sizes["blocks.0.first"] == 4 * (4 * 8 + 4 * 8)
-    assert sizes["embed"] == 8 * 4 + 4 * 4 * 8
-    assert toy.embed.weight.is_meta
-
-
-def test_the_cache_of_attention_is_its_closed_form():
-    kwargs = {"batch_size": 2, "sequence_length": 7, "num_key_value_heads": 3, "head_dim": 5}
-    cache = torch.zeros(2, 2, 7, 3, 5, dtype=torch.bfloat16)  # keys and values
-    assert kv_cache(["a", "b"], **kwargs, dtype=torch.bfloat16) == {"a": cache.nbytes, "b": cache.nbytes}
 
 
 def test_a_map_that_leaves_tensors_out_names_them(toy):

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from accel_cli.commands.estimate.command import draw
-from accel_cli.commands.estimate.memory import MemoryPeak, ModelSizes, TrainingSetup, estimate
 from accel_cli.main import main
 from accel_ops.weights.write import save_state_dict
 
@@ -86,23 +84,3 @@ def test_the_numbers_come_as_json_too(folder, capsys):
 def test_a_value_that_cannot_be_used_is_reported_with_its_flag(folder, words, part, capsys):
     assert main(["estimate-memory", str(folder), *words]) == 2
     assert part in capsys.readouterr().err
-
-
-def test_estimates_are_drawn_by_strategy_and_over_the_backward_pass(tmp_path):
-    pytest.importorskip("matplotlib")
-    sizes = ModelSizes(parameters=10**6, trainable=10**6)
-    moments = (MemoryPeak(activations=4 * 10**6), MemoryPeak(activations=10**6, gradients=10**6))
-    setup = TrainingSetup(sizes=sizes, moments=moments, devices=2)
-    draw(tmp_path / "estimates.png", [estimate("DDP", setup), estimate("FSDP2", setup)], setup, 10**8, None)
-    assert (tmp_path / "estimates.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command_refuses_a_picture_that_it_cannot_draw(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"architectures": ["BertModel"], "model_type": "bert"}))
-    assert main(["estimate-memory", str(config), "--plot", "picture.doc"]) == 2
-    assert (
-        "argument --plot is 'picture.doc': expected a file that ends in one of .svg, .png, .pdf"
-        in capsys.readouterr().err
-    )

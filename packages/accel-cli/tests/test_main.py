@@ -186,12 +186,3 @@ def test_a_config_file_of_an_older_format_is_used_and_says_so(became, tmp_path, 
     told = capsys.readouterr().err
     assert "'fp16: True' is 'mixed_precision: fp16' now" in told
     assert f"accel config update --config_file {tmp_path / 'run.yaml'}" in told
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path, capsys):
-    pytest.importorskip("transformers")
-    config = '{"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}'
-    (tmp_path / "config.json").write_text(config)
-    missing = str(tmp_path / "missing" / "estimate.png")
-    assert main(["estimate-memory", str(tmp_path), "--plot", missing]) == 2
-    assert f"{missing!r}: No such file or directory." in capsys.readouterr().err

@@ -44,9 +44,6 @@ from accel_bigmodel.offload import offload_state_dict as offload_state_dict
 from accel_bigmodel.offload import offload_weight as offload_weight
 from accel_bigmodel.offload import save_offload_index as save_offload_index
 from accel_bigmodel.placement import set_module_tensor_to_device as set_module_tensor_to_device
-from accel_bigmodel.sizes import Workload as Workload
 from accel_bigmodel.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from accel_bigmodel.sizes import compute_module_sizes as compute_module_sizes
 from accel_bigmodel.sizes import get_max_layer_size as get_max_layer_size
-from accel_bigmodel.sizes import kv_cache as kv_cache
-from accel_bigmodel.sizes import measure_activations as measure_activations

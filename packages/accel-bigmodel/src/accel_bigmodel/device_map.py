@@ -31,7 +31,7 @@ from accel_ops.weights.tensors import named_module_tensors
 from accel_state.errors import SettingsError, first_line, some_of
 
 if TYPE_CHECKING:
-    from accel_bigmodel.sizes import ElementType, Layers, Workload
+    from accel_bigmodel.sizes import ElementType, Layers
 
     Device = int | str | torch.device
 
@@ -102,8 +102,6 @@ def get_balanced_memory(
     dtype: ElementType | None = None,
     special_dtypes: Mapping[str, ElementType] | None = None,
     low_zero: bool = False,
-    *,
-    workload: Workload | None = None,
 ) -> MemoryMap:
     """Bound the memory of each accelerator so that `infer_auto_device_map` balances the layers.
 
@@ -119,7 +117,6 @@ def get_balanced_memory(
         special_dtypes: Dtypes of individual tensors, by name.
         low_zero: Assign to the first accelerator only layers that the others cannot hold, so that it has
             room for generation.
-        workload: Activations and cache to count in addition to the weights.
 
     Example:
         >>> from torch import nn
@@ -132,7 +129,7 @@ def get_balanced_memory(
     if len(devices) < 2:
         return memory
     layers = read_layers(model, class_names(no_split_module_classes), byte_count(dtype, special_dtypes))
-    units = units_of(layers, workload)
+    units = units_of(layers)
     if low_zero:
         remaining = sum(memory[key] for key in devices[1:])
         memory[devices[0]] = min(memory[devices[0]], max(0, units.sums[-1] - remaining))
@@ -164,7 +161,7 @@ def smallest_bound(units: PlacementUnits, capacities: Sequence[int]) -> int | No
         >>> smallest_bound(units_of(layers), [10, 10])
         3
     """
-    high = units.sums[-1] + max(units.actives, default=0)
+    high = units.sums[-1]
 
     def fits(bound: int) -> bool:
         return fill(units, [min(bound, budget) for budget in capacities])[-1] == len(units.sizes)
@@ -232,7 +229,6 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
     *,
-    workload: Workload | None = None,
     stored_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, DeviceKey]:
     """Assign the layers of a model to accelerators in order, then the CPU, then the disk.
@@ -255,7 +251,6 @@ def infer_auto_device_map(
         offload_buffers: Whether buffers of offloaded layers are offloaded; else the main device keeps them.
         fallback_allocation: If an accelerator would stay empty because the next layer is too large for it,
             assign another layer that fits.
-        workload: Activations and cache to count in addition to the weights.
         stored_dtypes: Dtypes of tensors in the checkpoint, by name: a tensor that is cast when it is read
             from the disk takes memory in both dtypes.
 
@@ -283,7 +278,7 @@ def infer_auto_device_map(
     disk_blocks = None
     if stored_dtypes is not None:
         disk_blocks = read_layers(model, unsplit, streamed_count(count, dtype, stored_dtypes)).blocks
-    units = units_of(layers, workload, disk_blocks)
+    units = units_of(layers, disk_blocks)
     machine = _machine(devices, memory, keep_buffers=not offload_buffers)
     placed = devices_of(assign_units(units, machine), len(units.sizes))
     if fallback_allocation:

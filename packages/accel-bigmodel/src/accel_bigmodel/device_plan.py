@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from accel_bigmodel.sizes import Layers, Workload
+    from accel_bigmodel.sizes import Layers
 
 
 _ROUNDED_FROM = 1 << 20
@@ -29,13 +29,11 @@ class PlacementUnits:
     Units are ordered by their first layer.
 
     Attributes:
-        sizes: Resident bytes: weights counted once, and the cache.
-        totals: Bytes of its largest layer, with activations.
+        sizes: Bytes, with tied tensors counted once.
+        totals: Bytes of its largest layer.
         blocks: Bytes of the largest block that begins in it if its layers are offloaded.
         disk_blocks: The same if they are on the disk, where weights may have other dtypes.
         buffers: Bytes of buffers.
-        caches: Bytes of key-value cache, which is on the device that runs the layer.
-        actives: Bytes in use only while it runs; empty if none were declared.
         members: The layers of each unit.
         sums: Running totals of `sizes`, from 0.
     """
@@ -45,8 +43,6 @@ class PlacementUnits:
     blocks: list[int]
     disk_blocks: list[int]
     buffers: list[int]
-    caches: list[int]
-    actives: list[int]
     members: list[tuple[int, ...]]
     sums: list[int] = field(init=False)
 
@@ -54,36 +50,20 @@ class PlacementUnits:
         object.__setattr__(self, "sums", list(accumulate(self.sizes, initial=0)))
 
 
-def units_of(
-    layers: Layers, workload: Workload | None = None, disk_blocks: Sequence[int] | None = None
-) -> PlacementUnits:
+def units_of(layers: Layers, disk_blocks: Sequence[int] | None = None) -> PlacementUnits:
     """Merge layers that share tied tensors into units."""
-    sizes, totals, buffers = list(layers.sizes), list(layers.totals), list(layers.buffers)
-    blocks = list(layers.blocks or totals)
-    on_disk = list(disk_blocks or blocks)
-    caches, actives = [0] * len(sizes), list[int]()
-    if workload is not None:
-        caches, actives = workload.per_layer(layers.names)
-        sizes = [size + cache for size, cache in zip(sizes, caches, strict=True)]
-        totals = [total + active for total, active in zip(totals, actives, strict=True)]
-    members = [(index,) for index in range(len(sizes))]
-    if layers.ties:
-        members = _groups(len(sizes), layers.ties)
-        sizes, buffers, caches = (
-            [sum(column[i] for i in group) for group in members] for column in (sizes, buffers, caches)
-        )
-        totals, blocks, on_disk = (
-            [max(column[i] for i in group) for group in members] for column in (totals, blocks, on_disk)
-        )
-        actives = [max(actives[i] for i in group) for group in members] if actives else []
+    blocks = layers.blocks or layers.totals
+    members = _groups(len(layers.sizes), layers.ties)
+
+    def merge(combine: Callable[[Iterable[int]], int], column: Sequence[int]) -> list[int]:
+        return [combine(column[layer] for layer in group) for group in members] if layers.ties else [*column]
+
     return PlacementUnits(
-        sizes=sizes,
-        totals=totals,
-        blocks=blocks,
-        disk_blocks=on_disk,
-        buffers=buffers,
-        caches=caches,
-        actives=actives,
+        sizes=merge(sum, layers.sizes),
+        totals=merge(max, layers.totals),
+        blocks=merge(max, blocks),
+        disk_blocks=merge(max, disk_blocks or blocks),
+        buffers=merge(sum, layers.buffers),
         members=members,
     )
 
@@ -97,7 +77,7 @@ def fill(units: PlacementUnits, capacities: Sequence[int]) -> list[int]:
     ends: list[int] = []
     start = 0
     for capacity in capacities:
-        start = _fill_until(units, start, capacity)
+        start = max(start, bisect_right(units.sums, units.sums[start] + capacity) - 1)
         ends.append(start)
     return ends
 
@@ -146,22 +126,17 @@ def assign_units(units: PlacementUnits, machine: DeviceBudgets) -> list[int]:
 
 def _with_room(units: PlacementUnits, machine: DeviceBudgets, blocks: int) -> list[int]:
     """Fill devices so that the main device reserves memory for a number of offloaded blocks."""
-    ends = fill(units, machine.capacities)
-    # Reserving more offloads more: both only grow, so the loop converges, at the latest with all offloaded.
-    for _ in range(8):
+    ends, before = fill(units, machine.capacities), list[int]()
+    # Reserving more offloads more: both only grow, until nothing changes.
+    while ends != before:
+        before = ends
         off_device, on_disk = _end(ends, machine.executors), _end(ends, len(ends))
-        first = blocks * _allocated(_largest(units.blocks[off_device:], units.disk_blocks[on_disk:]))
-        first += _headroom(units, off_device, machine)
-        host = max(units.totals[on_disk:], default=0)
+        room = blocks * _allocated(_largest(units.blocks[off_device:], units.disk_blocks[on_disk:]))
+        room += sum(units.buffers[off_device:]) if machine.keep_buffers else 0
         # The first device with any layer executes the offloaded ones.
-        main = next((device for device, end in enumerate(ends) if end), 0)
-        again = fill(units, _less(machine, first, host, main=main))
-        if again == ends:
-            return ends
-        ends = again
-    everything = blocks * _allocated(_largest(units.disk_blocks)) + _headroom(units, 0, machine)
-    rooms = _less(machine, everything, max(units.totals, default=0), main=machine.executors - 1)
-    return fill(units, rooms)
+        main = next((device for device, end in enumerate(ends) if end), machine.executors - 1)
+        ends = fill(units, _less(machine, room, max(units.totals[on_disk:], default=0), main=main))
+    return ends
 
 
 def _largest(*columns: Sequence[int]) -> int:
@@ -184,25 +159,6 @@ def devices_of(ends: Sequence[int], count: int) -> list[int]:
     for device, end in enumerate([*ends, count]):
         placed.extend([device] * (end - len(placed)))
     return placed
-
-
-def _fill_until(units: PlacementUnits, start: int, capacity: int) -> int:
-    """Return the end of the run of units from `start` that fits on a device with a capacity."""
-    if not units.actives:
-        return max(start, bisect_right(units.sums, units.sums[start] + capacity) - 1)
-    used = peak = 0
-    for index in range(start, len(units.sizes)):
-        used += units.sizes[index]
-        peak = max(peak, units.actives[index])
-        if used + peak > capacity:
-            return index
-    return len(units.sizes)
-
-
-def _headroom(units: PlacementUnits, off_device: int, machine: DeviceBudgets) -> int:
-    """Sum the main device's memory for offloaded layers, except blocks: caches, activations, buffers."""
-    buffers = sum(units.buffers[off_device:]) if machine.keep_buffers else 0
-    return sum(units.caches[off_device:]) + max(units.actives[off_device:], default=0) + buffers
 
 
 def _less(machine: DeviceBudgets, first: int, host: int, *, main: int) -> list[int]:
@@ -278,8 +234,6 @@ def assign_by_size(
         ...     blocks=[9, 2, 9],
         ...     disk_blocks=[9, 2, 9],
         ...     buffers=[0, 0, 0],
-        ...     caches=[0, 0, 0],
-        ...     actives=[],
         ...     members=[(0,), (1,), (2,)],
         ... )
         >>> machine = DeviceBudgets(capacities=(12,), executors=1, host=None, keep_buffers=False)
@@ -295,8 +249,7 @@ def assign_by_size(
         for index in off_device:
             # The main device must still be able to run the largest offloaded layer.
             reserve = max((units.totals[other] for other in off_device if other != index), default=0)
-            active = units.actives[index] if units.actives else 0
-            if units.sizes[index] + max(active, reserve if device == 0 else 0) <= machine.capacities[device]:
+            if units.sizes[index] + (reserve if device == 0 else 0) <= machine.capacities[device]:
                 result[index] = device
                 break
     return result

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+from torch.func import functional_call
 
 from accel_bigmodel.device_map import generate_device_map, split_points_of
 from accel_bigmodel.hooks import M
-from accel_bigmodel.sizes import call_on_meta
 from accel_ops.collectives import broadcast, broadcast_object_list
 from accel_ops.tree import (
     concatenate,
@@ -22,6 +22,7 @@ from accel_ops.tree import (
     ignorant_find_batch_size,
     initialize_tensors,
     recursively_apply,
+    send_to_device,
     slice_tensors,
 )
 from accel_state import hang_monitor
@@ -80,7 +81,9 @@ def prepare_pippy(
         return model
     size = math.ceil(rows / chunks)
     args, kwargs = _padded(slice_tensors((example_args, kwargs), slice(0, size)), size)
-    structure = tree_structure(call_on_meta(model, args, kwargs))  # which tracing loses
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    args, kwargs = send_to_device((args, kwargs), device)
+    structure = tree_structure(_call_on_meta(model, args, kwargs))  # which tracing loses
     schedule = build_pipeline(model, split_points, args, kwargs, chunks)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -91,6 +94,14 @@ def prepare_pippy(
     vars(model)["_original_forward"] = model.forward
     vars(model)["forward"] = MethodType(forward, model)
     return model
+
+
+def _call_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    tensors = {
+        name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    with torch.no_grad():
+        return functional_call(model, tensors, *send_to_device((args, dict(kwargs)), "meta"))
 
 
 def build_pipeline(

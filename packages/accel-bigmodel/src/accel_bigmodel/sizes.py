@@ -1,27 +1,21 @@
-"""Memory of a model in bytes: its layers, modules, activations and key-value cache."""
+"""Memory of a model in bytes: its layers and modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from accel_bigmodel.placement import torch_dtype
 from accel_ops.weights.layout import dtype_byte_size
-from accel_state.errors import SettingsError
-from accel_state.frozen import frozen
 from accel_state.labels import CustomDtype
-from accel_state.torch_private import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     # Bytes of a tensor, from the prefix of its module (with a trailing dot), its name there, and the tensor.
     ByteCount = Callable[[str, str, Tensor], int]
-    # Tensors of one module: the prefix of their names, the tensors by name, and 1 for buffers.
-    _Table = tuple[str, Mapping[str, Tensor | None], int]
     ElementType = str | torch.dtype | CustomDtype
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -80,93 +74,81 @@ class _Reader:
         self._unsplit = unsplit
         self._count = count
         self._owner: dict[int, int] = {}
-        self._total = 0
-        self._has_containers = False
 
-    def visit(self, module: nn.Module, name: str, prefix: str) -> bool:
-        """Read a module; return whether it has containers with tensors, so that it is not a block."""
+    def visit(self, module: nn.Module, name: str, prefix: str, inside: int = -1) -> tuple[int, int, bool]:
+        """Read a module, whose tensors belong to the layer `inside` if there is one.
+
+        Returns:
+            Its bytes, those of the largest block in it, and whether it has containers with tensors, so that
+            it is not a block itself.
+        """
         parameters, buffers, children = module._parameters, module._buffers, module._modules
-        if not children:
-            self._add_layer(name, ((prefix, parameters, 0), (prefix, buffers, 1)))
-            return False
         layers = self.layers
-        if type(module).__name__ in self._unsplit:
-            self._has_containers = False
-            self._add_layer(name, self._tables_below(module, prefix))
-            if self._has_containers:
-                layers.blocks[-1] = self._block_below(module, prefix)[1]
-            return self._has_containers
-        index, first, before = len(layers.modules), len(layers.names), self._total
+        if inside >= 0 or not children or type(module).__name__ in self._unsplit:
+            layer = self._begin(name) if inside < 0 else inside
+            total = self._read(layer, prefix, parameters, 0) + self._read(layer, prefix, buffers, 1)
+            largest, has_containers = 0, False
+            for leaf, child in children.items():
+                if child is not None:
+                    size, block, is_split = self.visit(child, "", f"{prefix}{leaf}.", layer)
+                    total, largest, has_containers = (
+                        total + size,
+                        max(largest, block),
+                        has_containers or is_split,
+                    )
+            has_containers = total > 0 and (
+                has_containers or (bool(children) and isinstance(module, CONTAINERS))
+            )
+            if inside < 0:
+                layers.blocks[layer] = largest if has_containers else total
+            return total, largest if has_containers else total, has_containers
+        index, first, total = len(layers.modules), len(layers.names), 0
         layers.modules.append((name, 0, 0, 0))
         for is_buffer, table in enumerate((parameters, buffers)):
             for leaf, tensor in table.items():
                 if tensor is not None:
-                    self._add_layer(prefix + leaf, [(prefix, {leaf: tensor}, is_buffer)])
+                    layer = self._begin(prefix + leaf)
+                    layers.blocks[layer] = size = self._read(layer, prefix, {leaf: tensor}, is_buffer)
+                    total += size
         has_containers = isinstance(module, CONTAINERS)
         for leaf, child in children.items():
             if child is not None:
                 path = prefix + leaf
-                has_containers |= self.visit(child, path, path + ".")
-        total = self._total - before
+                size, _, is_split = self.visit(child, path, path + ".")
+                total, has_containers = total + size, has_containers or is_split
         if total and not has_containers:
             layers.blocks[first] = max(layers.blocks[first], total)
         layers.modules[index] = (name, first, len(layers.names), len(layers.modules))
-        return has_containers and total > 0
+        return total, 0, has_containers and total > 0
 
-    def _add_layer(self, name: str, tables: Iterable[_Table]) -> None:
-        layers, owners, count = self.layers, self._owner, self._count
-        layer = len(layers.names)
-        size = total = buffers = 0
-        for prefix, table, is_buffer in tables:
-            for leaf, tensor in table.items():
-                if tensor is None:
-                    continue
-                identity = id(tensor)
-                owner = owners.get(identity)
-                if owner == layer:
-                    continue
-                taken = tensor.nbytes if count is None else count(prefix, leaf, tensor)
-                total += taken
-                if owner is None:
-                    owners[identity] = layer
-                    size += taken
-                    if is_buffer:
-                        buffers += taken
-                else:
-                    layers.ties.append((owner, layer))
+    def _begin(self, name: str) -> int:
+        layers = self.layers
         layers.names.append(name)
-        layers.sizes.append(size)
-        layers.totals.append(total)
-        layers.buffers.append(buffers)
-        layers.blocks.append(total)
-        self._total += total
+        for column in (layers.sizes, layers.totals, layers.buffers, layers.blocks):
+            column.append(0)
+        return len(layers.names) - 1
 
-    def _tables_below(self, module: nn.Module, prefix: str) -> Iterator[_Table]:
-        """Yield the tables of tensors of a module and of its descendants."""
-        parameters, buffers, children = module._parameters, module._buffers, module._modules
-        self._has_containers |= isinstance(module, CONTAINERS)
-        yield prefix, parameters, 0
-        yield prefix, buffers, 1
-        for leaf, child in children.items():
-            if child is not None:
-                yield from self._tables_below(child, f"{prefix}{leaf}.")
-
-    def _block_below(self, module: nn.Module, prefix: str) -> tuple[int, int, bool]:
-        """Return bytes of a module, bytes of the largest block in it, and whether it has containers."""
-        parameters, buffers, children = module._parameters, module._buffers, module._modules
-        tensors = ((leaf, tensor) for table in (parameters, buffers) for leaf, tensor in table.items())
-        count = self._count
-        total = sum(
-            tensor.nbytes if count is None else count(prefix, leaf, tensor)
-            for leaf, tensor in tensors
-            if tensor is not None
-        )
-        largest, has_containers = 0, isinstance(module, CONTAINERS)
-        for leaf, child in children.items():
-            if child is not None:
-                size, inside, split = self._block_below(child, f"{prefix}{leaf}.")
-                total, largest, has_containers = total + size, max(largest, inside), has_containers or split
-        return total, largest if has_containers else total, has_containers and total > 0
+    def _read(self, layer: int, prefix: str, table: Mapping[str, Tensor | None], is_buffer: int) -> int:
+        """Count the tensors of a module in a layer; return the bytes of those that it has not counted."""
+        layers, owners, count = self.layers, self._owner, self._count
+        total = 0
+        for leaf, tensor in table.items():
+            if tensor is None:
+                continue
+            identity = id(tensor)
+            owner = owners.get(identity)
+            if owner == layer:
+                continue
+            taken = tensor.nbytes if count is None else count(prefix, leaf, tensor)
+            total += taken
+            if owner is None:
+                owners[identity] = layer
+                layers.sizes[layer] += taken
+                layers.buffers[layer] += taken * is_buffer
+            else:
+                layers.ties.append((owner, layer))
+        layers.totals[layer] += total
+        return total
 
 
 def compute_module_sizes(
@@ -356,129 +338,3 @@ def _layers(name: str, module: nn.Module, unsplit: frozenset[str]) -> Iterable[s
         return
     for child_name, child in children:
         yield from _layers(f"{name}.{child_name}" if name else child_name, child, unsplit)
-
-
-@frozen
-class Workload:
-    """Activation and cache memory in bytes of a declared batch and sequence length, by module.
-
-    Attributes:
-        activations: Module name to the bytes in use while it runs; a device needs the maximum of its modules.
-        cache: Module name to the bytes allocated for the whole generation; a device needs their sum.
-
-    Example:
-        >>> Workload(cache={"layers.0": 100}).per_layer(["embed", "layers.0.attention", "layers.0.mlp"])
-        ([0, 100, 0], [0, 0, 0])
-    """
-
-    activations: Mapping[str, int] = field(default_factory=dict[str, int])
-    cache: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    def per_layer(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Return cache and activations by layer; the bytes of a module are assigned to its first layer.
-
-        Raises:
-            SettingsError: A name of the workload is no module of the model.
-        """
-        cache, active = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
-        first: dict[str, str] = {}
-        for name in names:
-            prefix = name
-            while prefix:
-                first.setdefault(prefix, name)
-                prefix = prefix.rpartition(".")[0]
-            first.setdefault("", name)
-        for table, source in ((cache, self.cache), (active, self.activations)):
-            for module, size in source.items():
-                layer = _layer_above(module, table) or first.get(module)
-                if layer is None:
-                    raise SettingsError(f"the workload names {module!r}, which is not a module of the model")
-                table[layer] = table[layer] + size if table is cache else max(table[layer], size)
-        return list(cache.values()), list(active.values())
-
-
-def measure_activations(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, int]:
-    """Run a model on the meta device, and measure the bytes of inputs and outputs of each module.
-
-    Nothing is computed and no weight is accessed. An operator without a meta implementation raises its
-    error.
-
-    Args:
-        model: The model, on any device.
-        *args: Inputs of its forward; only shape and dtype of tensors count.
-        **kwargs: Keyword inputs of its forward.
-
-    Returns:
-        Module name to the bytes of its inputs and outputs together.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Linear(8, 1))
-        >>> measure_activations(model, torch.empty(3, 2))
-        {'0': 120, '1': 108, '': 36}
-    """
-    sizes: dict[str, int] = {}
-    handles: list[Any] = []
-    for name, module in model.named_modules():
-
-        def record(_: nn.Module, arguments: Any, keywords: Any, output: Any, name: str = name) -> None:
-            size = _bytes_of((arguments, keywords)) + _bytes_of(output)
-            sizes[name] = max(sizes.get(name, 0), size)
-
-        handles.append(module.register_forward_hook(record, with_kwargs=True))
-    try:
-        call_on_meta(model, args, kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return sizes
-
-
-def call_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return a model's output on the meta device; nothing is computed and no weight is accessed."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    tensors = {name: tensor.to("meta") for name, tensor in named}
-    inputs: Any = tree_map(
-        lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, (args, dict(kwargs))
-    )
-    with torch.no_grad():
-        return functional_call(model, tensors, *inputs)
-
-
-def kv_cache(
-    layers: Sequence[str],
-    *,
-    batch_size: int,
-    sequence_length: int,
-    num_key_value_heads: int,
-    head_dim: int,
-    dtype: torch.dtype = torch.float16,
-) -> dict[str, int]:
-    """Return the bytes of a key-value cache by layer: 2 x batch x length x heads x head size.
-
-    Args:
-        layers: Names of the layers that have a cache.
-        batch_size: Number of sequences.
-        sequence_length: Number of tokens, prompt and generated.
-        num_key_value_heads: Number of cached heads (fewer than query heads with grouped-query attention).
-        head_dim: Elements per head.
-        dtype: The cache's element type.
-
-    Example:
-        >>> kv_cache(["layers.0"], batch_size=1, sequence_length=10, num_key_value_heads=2, head_dim=4)
-        {'layers.0': 320}
-    """
-    size = 2 * batch_size * sequence_length * num_key_value_heads * head_dim * dtype.itemsize
-    return dict.fromkeys(layers, size)
-
-
-def _layer_above(module: str, layers: Mapping[str, int]) -> str | None:
-    prefix = module
-    while prefix:
-        if prefix in layers:
-            return prefix
-        prefix = prefix.rpartition(".")[0]
-    return "" if "" in layers else None
-
-
-def _bytes_of(data: Any) -> int:
-    return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(data) if isinstance(leaf, torch.Tensor))

@@ -428,12 +428,6 @@ def estimate() -> Parser:
     _add_training(made)
     output = made.add_argument_group("output")
     _switch(output, "--json", text="write JSON (sizes in bytes)")
-    output.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="also draw a picture (.svg, .png, .pdf) of memory by strategy. --batch_size adds memory "
-        "over the passes, --memory adds the device map for inference",
-    )
     _switch(output, "--quiet", "-q", text="show the numbers without the notes")
     return made
 

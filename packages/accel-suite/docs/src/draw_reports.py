@@ -3,7 +3,7 @@
 
     uv run python packages/accel-suite/docs/src/draw_reports.py [--chromium PATH]
 
-Writes docs/pictures: device_map.svg, estimate.png, and photographs of the HTML reports of `accel check`,
+Writes docs/pictures: photographs of the HTML reports of `accel check`,
 `accel test` and `accelerator.profile()`, taken by a headless Chromium.
 """
 
@@ -15,10 +15,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import GPT2Config
 
 from accel import Accelerator, ProfileKwargs
-from accel_bigmodel import explain, infer_auto_device_map, init_empty_weights
 
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"
 SCRIPT = """
@@ -42,18 +40,6 @@ if accelerator.is_main_process:
     accelerator.save_state("state")  # a mistake: on one rank only
 accelerator.gather(loss.detach())
 """
-
-
-def draw_device_map() -> None:
-    with init_empty_weights():
-        layers = [nn.TransformerEncoderLayer(512, 8, batch_first=True) for _ in range(12)]
-        model = nn.Sequential(nn.Embedding(32000, 512), *layers, nn.Linear(512, 32000))
-    device_map = infer_auto_device_map(
-        model,
-        {0: "150MB", 1: "40MB", "cpu": "130MB"},
-        no_split_module_classes=["TransformerEncoderLayer"],
-    )
-    explain(device_map, model).plot(PICTURES / "device_map.svg")
 
 
 def accel(*words: str, folder: Path) -> None:
@@ -88,21 +74,8 @@ def main() -> None:
     parser.add_argument("--chromium", default="chromium")
     chromium = parser.parse_args().chromium
     PICTURES.mkdir(exist_ok=True)
-    draw_device_map()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(folder / "gpt2")
-        training = (
-            "--num_devices",
-            "4",
-            "--memory",
-            "1.5GiB",
-            "--batch_size",
-            "2",
-            "--sequence_length",
-            "256",
-        )
-        accel("estimate-memory", "gpt2", *training, "--plot", str(PICTURES / "estimate.png"), folder=folder)
         (folder / "train.py").write_text(SCRIPT)
         accel("check", "--world", "16", "--memory", "1GiB", "--html", "check.html", "train.py", folder=folder)
         accel("test", "--cpu", "--num_processes", "2", "--html", "test.html", folder=folder)

@@ -1,20 +1,19 @@
-"""`accel estimate-memory`: show or plot the memory of a model's weights, and of its training by strategy."""
+"""`accel estimate-memory`: show the memory of a model's weights, and of its training by strategy."""
 
 from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
 from torch import Tensor, nn
 
 from accel_bigmodel.device_map import infer_auto_device_map
-from accel_bigmodel.explanation import Explanation, draw_device_map, explain, label_bytes
+from accel_bigmodel.explanation import Explanation, explain
 from accel_cli.arguments import AXIS_NAMES
 from accel_cli.commands.estimate.memory import (
     MASTER,
@@ -39,11 +38,6 @@ from accel_plugins.megatron.checks import data_parallel_size, stage_elements
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.tiling import chunk_loss, tile_mlps
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.libraries import require
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 KINDS = ("parameters", "gradients", "optimizer", "communication", "working")
 """The kinds of memory in an estimate."""
@@ -53,7 +47,6 @@ def run(options: Namespace) -> int:
     """Print the memory of a model."""
     # 1. Estimate.
     memory, host = options.memory, options.host_memory
-    picture = None if options.plot is None else _picture(options.plot)
     with working(f"estimating {options.model_name!r}"):
         model = meta_model(
             options.model_name, library=options.library_name, trust_remote_code=options.trust_remote_code
@@ -74,8 +67,6 @@ def run(options: Namespace) -> int:
             per_machine = options.devices_per_machine
             suggestion = suggest(setup, checkpointed, memory, host=host, per_machine=per_machine)
             placement = _placement(model, memory, setup.devices)
-        if picture is not None:
-            draw(picture, estimates, setup, memory, placement)
     # 2. Show.
     if options.json:
         show(_as_json(weights, estimates, suggestion))
@@ -302,20 +293,6 @@ def _advice(
     return [f"no configuration fits. FSDP2 would fit on {needed} devices with activation checkpointing."]
 
 
-_PICTURES = (".svg", ".png", ".pdf")
-
-
-def _picture(file: str) -> Path:
-    """Return the path of the picture; raise if it cannot be written."""
-    require("matplotlib", "--plot", install="accel-cli[plot]")
-    path = Path(file)
-    if path.suffix not in _PICTURES:
-        raise SettingsError(
-            f"argument --plot is {file!r}: expected a file that ends in one of {', '.join(_PICTURES)}."
-        )
-    return path
-
-
 def _placement(model: nn.Module, memory: int, devices: int) -> Explanation:
     """Return the device map of inference in half precision."""
     budget = {**dict.fromkeys(range(devices), memory), "cpu": 1 << 60}
@@ -355,90 +332,3 @@ def _as_json(weights: dict[str, Weights], estimates: list[Estimate], suggestion:
             "config": dict(suggestion.config),
         }
     return json.dumps(facts, indent=2)
-
-
-_COLORS: Mapping[str, str] = dict(
-    zip(KINDS, ("#5b8db8", "#e0a458", "#8fb996", "#b07aa1", "#c9ada7"), strict=True)
-)
-
-
-def draw(
-    path: Path,
-    estimates: Sequence[Estimate],
-    setup: TrainingSetup,
-    memory: int | None,
-    placement: Explanation | None,
-) -> None:
-    """Draw memory by strategy, memory over the passes if they are known, and the device map if any."""
-    from matplotlib.figure import Figure
-
-    heights = [0.8 + 0.35 * len(estimates)]
-    heights += [2.6] if setup.moments else []
-    heights += [0.8 + 0.4 * len(placement.rows)] if placement is not None else []
-    figure = Figure(figsize=(9, sum(heights) + 0.4), layout="constrained", facecolor="white")
-    rows = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    _draw_strategies(rows[0], estimates, memory)
-    if setup.moments:
-        _draw_passes(rows[1], setup)
-    if placement is not None:
-        draw_device_map(placement, rows[-1])
-        rows[-1].set_title(f"inference in float16: {rows[-1].get_title(loc='left')}", loc="left", fontsize=10)
-    figure.savefig(path)
-
-
-def _draw_strategies(axes: Axes, estimates: Sequence[Estimate], memory: int | None) -> None:
-    from matplotlib.patches import Patch
-
-    for height, needed in enumerate(estimates):
-        left = 0
-        for kind in KINDS:
-            size = needed.parts.get(kind, 0)
-            axes.barh(needed.strategy, size, left=left, color=_COLORS[kind], edgecolor="white", linewidth=0.6)
-            left += size
-        host = f" (host: {convert_bytes(needed.host)})" if needed.host else ""
-        axes.text(left, height, f" {convert_bytes(needed.device)}{host}", va="center", fontsize=8)
-    widest = max((needed.device for needed in estimates), default=1)
-    limit = 1.3 * max(widest, memory or 0)
-    axes.set_xlim(0, limit)
-    if memory is not None:
-        axes.axvline(memory, color="#b03a2e", linestyle="--", linewidth=1)
-    handles = [Patch(color=_COLORS[kind], label=kind) for kind in KINDS]
-    axes.legend(handles=handles, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    axes.invert_yaxis()
-    label_bytes(axes.xaxis, limit)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    title = "memory of a device in training, by strategy"
-    axes.set_title(title if memory is None else f"{title} (dashed: available)", loc="left", fontsize=10)
-
-
-def _draw_passes(axes: Axes, setup: TrainingSetup) -> None:
-    """Draw the backward pass of one process: as gradients complete, activations are freed."""
-    peaks: dict[int, tuple[int, int]] = {}
-    for moment in setup.moments:
-        peaks[moment.gradients] = max(
-            peaks.get(moment.gradients, (0, 0)), (moment.activations, moment.casts), key=sum
-        )
-    done = sorted(peaks)
-    constant = MASTER * setup.sizes.parameters
-    layers = {
-        "parameters": [constant for _ in done],
-        "optimizer": [setup.state()[0] for _ in done],
-        "gradients": [MASTER * elements for elements in done],
-        "working": [sum(peaks[elements]) for elements in done],
-    }
-    shares = [elements / max(1, setup.sizes.trainable) for elements in done]
-    axes.stackplot(
-        shares, *layers.values(), labels=[*layers], colors=[_COLORS[kind] for kind in layers], step="post"
-    )
-    axes.set_xlim(0, 1)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    label_bytes(axes.yaxis, axes.get_ylim()[1])
-    axes.tick_params(labelsize=8)
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(
-        "one process in the backward pass, by the share of gradients that is complete",
-        loc="left",
-        fontsize=10,
-    )
