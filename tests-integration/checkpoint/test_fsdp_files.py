@@ -18,24 +18,14 @@ from accel_train.checkpoint.single_files import (
 )
 from harness import distributed
 
-# Version, form, whether shards go to a folder, and what a second model and optimizer are called then.
+# Version, form, `use_dcp`, and what a second model and optimizer are called then.
 FORMS = [
     (1, "FULL_STATE_DICT", True, {"pytorch_model_fsdp_1.bin", "optimizer_1.bin"}),
     (1, "SHARDED_STATE_DICT", True, {"pytorch_model_fsdp_1", "optimizer_1"}),
-    (
-        1,
-        "LOCAL_STATE_DICT",
-        True,
-        {f"{stem}_fsdp_1_rank{rank}.bin" for stem in ("pytorch_model", "optimizer") for rank in range(2)},
-    ),
+    (1, "LOCAL_STATE_DICT", True, {"pytorch_model_fsdp_1", "optimizer_1"}),
     (2, "FULL_STATE_DICT", True, {"pytorch_model_fsdp_1.bin", "optimizer_1.bin"}),
     (2, "SHARDED_STATE_DICT", True, {"pytorch_model_fsdp_1", "optimizer_1"}),
-    (
-        2,
-        "SHARDED_STATE_DICT",
-        False,
-        {f"{stem}_fsdp_1_rank{rank}.bin" for stem in ("pytorch_model", "optimizer") for rank in range(2)},
-    ),
+    (2, "SHARDED_STATE_DICT", False, {"pytorch_model_fsdp_1", "optimizer_1"}),
 ]
 
 

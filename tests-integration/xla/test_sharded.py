@@ -291,7 +291,6 @@ def test_the_documented_variables_choose_it(monkeypatch):
         ({"xla": False}, "xla=False"),
         ({"cpu_offload": True}, "cpu_offload"),
         ({"ignored_modules": "blocks"}, "ignored_modules"),
-        ({"state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type='LOCAL_STATE_DICT'"),
     ],
 )
 def test_what_the_compiler_does_not_do_is_refused_at_construction(fields, named):

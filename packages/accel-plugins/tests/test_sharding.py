@@ -20,11 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from accel_plugins.sharding.folder import (
     ShardWriter,
     entries,
-    load_local,
     read_all,
     read_index,
     read_into,
-    save_local,
     write_index,
 )
 from accel_plugins.sharding.state import (
@@ -192,39 +190,6 @@ def test_an_index_names_files_of_its_folder_only(tmp_path: Path, elsewhere: str)
     (tmp_path / "one" / INDEX_NAME).write_bytes(pickle.dumps(index))
     with pytest.raises(CheckpointError, match=r"which is not in its folder"):
         read_into(tmp_path / "one", {"weight": torch.zeros(2)})
-
-
-def test_a_file_of_one_rank_is_read_by_the_same_rank_of_as_many(tmp_path: Path):
-    whole = torch.arange(10.0).reshape(5, 2)
-    for rank in range(2):
-        with as_rank(rank, 2) as mesh:
-            state = {"weight": sharded(whole, mesh, 0), "nested": {"step": torch.tensor(3.0), "name": "a"}}
-            save_local(state, tmp_path / f"{rank}.bin", 2)
-            room = sharded(torch.zeros(5, 2), mesh, 0)
-            state = load_local(tmp_path / f"{rank}.bin", 2, lambda *_, room=room: room)
-            assert torch.equal(state["weight"].to_local(), sharded(whole, mesh, 0).to_local())
-            assert (state["nested"]["step"].item(), state["nested"]["name"]) == (3.0, "a")
-            with pytest.raises(CheckpointError, match=r"with world size 2, but this run has 3"):
-                load_local(tmp_path / f"{rank}.bin", 3, lambda *_, room=room: room)
-            other = sharded(torch.zeros(5, 2), mesh, 1)
-            with pytest.raises(CheckpointError, match=r"this rank's shard of 'weight' has shape \(5, 1\)"):
-                load_local(tmp_path / f"{rank}.bin", 2, lambda *_, other=other: other)
-            with pytest.raises(CheckpointError, match=r"bin' has 'weight', which this run does not have"):
-                load_local(tmp_path / f"{rank}.bin", 2, lambda keys, *_: {}[keys])
-    with pytest.raises(CheckpointError, match=r"absent\.bin.*does not exist"):
-        load_local(tmp_path / "absent.bin", 2, lambda *_: torch.zeros(1))
-
-
-@pytest.mark.parametrize("content", ["nothing", "half", "a list", "other keys"])
-def test_a_damaged_file_of_one_rank_is_named(tmp_path: Path, content: str):
-    path = tmp_path / "0.bin"
-    save_local({"weight": torch.ones(100)}, path, 2)
-    if content in ("nothing", "half"):
-        path.write_bytes(path.read_bytes()[: 200 * (content == "half")])
-    else:
-        torch.save([1] if content == "a list" else {"weight": torch.ones(1)}, path)
-    with pytest.raises(CheckpointError, match=r"0\.bin' is not the local state dict of a rank"):
-        load_local(path, 2, lambda *_: torch.zeros(1))
 
 
 def test_every_rank_hears_of_weights_that_rank_0_lacks():

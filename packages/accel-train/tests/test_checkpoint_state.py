@@ -27,7 +27,6 @@ from torch import nn
 from accel_bigmodel import cpu_offload
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
-from accel_plugins.sharding.folder import LocalFiles
 from accel_plugins.sharding.state import StateForm, TensorShards
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 from accel_state.process_group import clone_store
@@ -544,12 +543,27 @@ def test_fewer_or_more_shards_than_were_saved_are_named(tmp_path, told):
         two.accelerator.load_state(tmp_path / "one")
 
 
+class FilesOfItsOwn:
+    """The files of a strategy."""
+
+    def save_model(self, model, directory, index, *, write=torch.save):
+        write(model.state_dict(), directory / f"own_{index}.bin")
+
+    def load_model(self, model, directory, index):
+        model.load_state_dict(torch.load(directory / f"own_{index}.bin"))
+
+    def save_optimizer(self, optimizer, model, directory, index, *, write=torch.save):
+        write(optimizer.state_dict(), directory / f"own_optimizer_{index}.bin")
+
+    def load_optimizer(self, optimizer, model, directory, index):
+        optimizer.load_state_dict(torch.load(directory / f"own_optimizer_{index}.bin"))
+
+
 def test_options_that_the_files_of_a_strategy_do_not_take_are_named(tmp_path, told):
     run = Setup(tmp_path, numbered=False)
     checkpoints = run.accelerator._parts.checkpoints
     shards = TensorShards(form_now=lambda: StateForm.NATIVE)
-    native = LocalFiles(shards=shards, topology=checkpoints.runtime.topology)
-    checkpoints.strategy = replace(checkpoints.strategy, shards=shards, native=native)
+    checkpoints.strategy = replace(checkpoints.strategy, shards=shards, native=FilesOfItsOwn())
     run.accelerator.save_state(tmp_path / "c")
     run.accelerator.load_state(tmp_path / "c")
     assert "ignores" not in told.text

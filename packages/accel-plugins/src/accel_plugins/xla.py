@@ -30,7 +30,7 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.full_parameters import FullParameters
 from accel_plugins.kwargs import TorchDynamoPlugin
 from accel_plugins.sharding.folder import load_object
-from accel_plugins.sharding.state import StateAllocator, StateForm, TensorShards
+from accel_plugins.sharding.state import StateAllocator, TensorShards
 from accel_plugins.strategy import (
     PLAIN_FEATURES,
     BatchSharding,
@@ -232,8 +232,6 @@ def build_spmd(
     names = ("mixed_precision_policy", "ignored_modules", "param_init_fn")
     unsupported = [name for name in names if getattr(plugin, name) is not None]
     unsupported += ["cpu_offload"] * bool(getattr(plugin.cpu_offload, "offload_params", False))
-    if form_of(plugin) is StateForm.NATIVE:
-        unsupported.append("state_dict_type='LOCAL_STATE_DICT'")
     if unsupported:
         raise UnsupportedError(
             f"{SPMD_PLUGIN} cannot be combined with {', '.join(unsupported)}: remove it. "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -37,7 +36,6 @@ from accel_plugins.fsdp.blocks import (
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.full_parameters import ParameterSource, full_sources
 from accel_plugins.parallelism.config import mesh_of
-from accel_plugins.sharding.folder import LocalFiles
 from accel_plugins.sharding.shards import ShardsPersister, sharded_sources
 from accel_plugins.sharding.state import (
     StateAllocator,
@@ -104,7 +102,6 @@ def build(
             shards=shards, device=runtime.device, sources=partial(fsdp1_sources, roots)
         ),
         shards=shards,
-        native=LocalFiles(shards=shards, topology=topology),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
         features=frozenset(
             {
@@ -163,7 +160,7 @@ class Fsdp1Wrapper:
     def _check_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
         kind = type(optimizer).__qualname__
         sharded = self.plugin.sharding_strategy is not ShardingStrategy.NO_SHARD and self.mesh.size() > 1
-        if sharded and not _is_elementwise(optimizer):
+        if sharded and not _MIXING.isdisjoint(base.__name__.lower() for base in type(optimizer).__mro__):
             raise SettingsError(
                 f"{kind} computes the update of an element from others of its parameter, and FSDP1 gives "
                 "every rank a flat shard: it would train other weights. Use fsdp_version=2, whose shards "
@@ -605,62 +602,8 @@ def _flat_slices(handle: Any) -> Iterator[tuple[str, torch.Size, int, Tensor]]:
         yield name, shape, max(start - begin, 0), local[start - first : max(stop, start) - first]
 
 
-def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer updates shards of a parameter as it would update the full parameter.
-
-    A new optimizer of its class and options steps a small matrix, and others its flat halves; they differ if
-    the update of an element depends on other elements, as by an inner product, a norm, a factored state or a
-    matrix. An optimizer that cannot be built from its defaults, or draws random numbers, is trusted.
-    """
-    generator = torch.Generator().manual_seed(0)
-    value, *gradients = torch.randn(3, 4, 4, generator=generator, device="cpu").unbind()
-    # 1. Step the full matrix, with two seeds.
-    try:
-        full, again = (_step_copy(optimizer, value, gradients, seed=seed) for seed in (0, 1))
-    except Exception:  # noqa: BLE001 - an optimizer's own code may raise anything
-        return True
-    if not torch.equal(full, again):
-        return True
-    # 2. Step its halves, and compare.
-    try:
-        halves = [
-            _step_copy(
-                optimizer, value.flatten()[part], [gradient.flatten()[part] for gradient in gradients], seed=0
-            )
-            for part in (slice(8), slice(8, 16))
-        ]
-    except Exception:  # noqa: BLE001 - as above
-        return False
-    return torch.allclose(torch.cat(halves, 1), full.flatten(1), rtol=1e-3, atol=1e-6)
-
-
-def _step_copy(optimizer: Optimizer, value: Tensor, gradients: Iterable[Tensor], *, seed: int) -> Tensor:
-    """Step a new optimizer of the same class, with one parameter of this value per group; return them."""
-    kind: Any = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    options = {name: default for name, default in optimizer.defaults.items() if name in accepted}
-    parameters = [nn.Parameter(value.clone()) for _ in optimizer.param_groups]
-    groups = [
-        {**group, "params": [parameter]}
-        for group, parameter in zip(optimizer.param_groups, parameters, strict=True)
-    ]
-    with torch.random.fork_rng(devices=()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
-        trial = kind(groups, **options)
-        for gradient in gradients:
-
-            @torch.enable_grad()
-            def closure(gradient: Tensor = gradient) -> Tensor:
-                loss = torch.zeros((), device="cpu")
-                for parameter in parameters:
-                    parameter.grad = gradient.clone()
-                    loss = loss + (parameter.detach() * gradient).sum()
-                return loss
-
-            closure()
-            trial.step(closure)
-    return torch.stack([parameter.detach() for parameter in parameters])
+_MIXING = frozenset({"adafactor", "fusedlamb", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"})
+"""Optimizers that compute the update of an element from other elements of its parameter."""
 
 
 def _upcast_flat_parameters(root: FullyShardedDataParallel) -> None:

@@ -101,8 +101,8 @@ class FullyShardedDataParallelPlugin:
             `CPUOffload` (version 1) or `CPUOffloadPolicy` (version 2).
         ignored_modules: Modules whose parameters are not sharded and whose gradients are not reduced; or a
             regular expression that matches their full names.
-        state_dict_type: The form of checkpoints: `"FULL_STATE_DICT"`, `"SHARDED_STATE_DICT"`, or
-            `"LOCAL_STATE_DICT"` (version 1).
+        state_dict_type: The form of checkpoints: `"FULL_STATE_DICT"` or `"SHARDED_STATE_DICT"`. Version 1
+            writes shards for `"LOCAL_STATE_DICT"`, too, and warns.
         state_dict_config: Version 1: a `StateDictConfig`; derived from the type if `None`.
         optim_state_dict_config: Version 1: an `OptimStateDictConfig`; likewise.
         limit_all_gathers: Version 1: whether the CPU waits so that only two all-gathers are in flight.
@@ -286,6 +286,10 @@ class FullyShardedDataParallelPlugin:
             made = ShardedStateDictConfig(offload_to_cpu=True)
             made_optim = ShardedOptimStateDictConfig(offload_to_cpu=True)
         else:
+            logger.warning(
+                "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT'): checkpoints have shards "
+                "that any number of processes can read, as with 'SHARDED_STATE_DICT'."
+            )
             return
         if changed or self.state_dict_config is None:
             self.state_dict_config = made
@@ -434,7 +438,7 @@ def policy_of(policy: Any, version: int) -> Any:
 _FORMS = {
     StateDictType.FULL_STATE_DICT: StateForm.FULL,
     StateDictType.SHARDED_STATE_DICT: StateForm.SHARDED,
-    StateDictType.LOCAL_STATE_DICT: StateForm.NATIVE,
+    StateDictType.LOCAL_STATE_DICT: StateForm.SHARDED,
 }
 
 

@@ -1,4 +1,4 @@
-"""Write and read folders of `torch.distributed.checkpoint` (DCP), and local files, without collectives.
+"""Write and read folders of `torch.distributed.checkpoint` (DCP) without collectives.
 
 Ranks exchange no plans: the placements of a tensor decide which rank writes it, and one rank merges the
 metadata files into the folder's index. The format is that of `torch.distributed.checkpoint.FileSystemWriter`.
@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata, planner, storage
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -37,7 +37,6 @@ from accel_plugins.sharding.state import (
     ABSENT,
     INDEX_NAME,
     RankPlanners,
-    ShardedStates,
     local_metadata_file,
     shard_file,
 )
@@ -45,14 +44,10 @@ from accel_state.errors import CheckpointError, did_you_mean
 from accel_state.files import RestrictedUnpickler, open_regular
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemoteFile, RemotePath
-from accel_state.topology import Topology
 from accel_state.torch_private import StorageInfo, flatten_state_dict
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from accel_ops.weights.safetensors_io import ByteSink
-    from accel_plugins.strategy import Write
 
 
 class ShardWriter:
@@ -431,137 +426,3 @@ DAMAGE = (
     pickle.UnpicklingError,
 )
 """Raised by pickle and torch for damaged bytes, and for pickles that would run code."""
-
-_PART, _SHAPE = "part", "shape_of_whole"  # keys of the format
-
-MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer_fsdp"
-"""Stems of the files' names, for `local_file`."""
-
-
-def save_local(state: Any, path: Path, world_size: int, *, write: Write = torch.save) -> None:
-    """Write this rank's local state."""
-    write({"world_size": world_size, "state": _pack(state)}, path)
-
-
-def load_local(
-    path: Path, world_size: int, allocate: Callable[[tuple[Any, ...], torch.Size, torch.dtype], Tensor]
-) -> Any:
-    """Read a file of `save_local`.
-
-    `allocate` returns a destination tensor, sharded as in this run, for the keys that lead to it and the
-    shape and dtype of the full tensor.
-    """
-    if not path.is_file():
-        raise CheckpointError(
-            f"{str(path)!r}, the local state dict of this rank, does not exist: load the folder that "
-            "save_state wrote with LOCAL_STATE_DICT on the same ranks."
-        )
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        saved_size, state = saved["world_size"], saved["state"]
-    except (OSError, *DAMAGE) as error:
-        raise CheckpointError(
-            f"{str(path)!r} is not the local state dict of a rank, or is damaged: load another checkpoint."
-        ) from error
-    if saved_size != world_size:
-        raise CheckpointError(
-            f"{str(path)!r} was saved with world size {saved_size}, but this run has {world_size}: "
-            "local state dicts load only with the same world size. Save with SHARDED_STATE_DICT instead."
-        )
-    return _unpack(state, (), allocate, path)
-
-
-def _pack(state: Any) -> Any:
-    if isinstance(state, DTensor):
-        return {_PART: compact(state.to_local().detach().cpu()), _SHAPE: tuple(state.shape)}
-    if isinstance(state, dict):
-        items: dict[Any, Any] = state
-        return {key: _pack(value) for key, value in items.items()}
-    return state.detach().cpu() if isinstance(state, Tensor) else state
-
-
-def _unpack(
-    state: Any,
-    keys: tuple[Any, ...],
-    allocate: Callable[[tuple[Any, ...], torch.Size, torch.dtype], Tensor],
-    path: Path,
-) -> Any:
-    if not isinstance(state, dict):
-        return state
-    items: dict[Any, Any] = state
-    if items.keys() != {_PART, _SHAPE}:
-        return {key: _unpack(value, (*keys, key), allocate, path) for key, value in items.items()}
-    part, shape = items[_PART], torch.Size(items[_SHAPE])
-    name = ".".join(map(str, keys))
-    try:
-        target: Any = allocate(keys, shape, part.dtype)
-    except LookupError as error:
-        raise CheckpointError(
-            f"{str(path)!r} has {name!r}, which this run does not have: build the model as in the run "
-            "that was saved."
-        ) from error
-    local: Tensor = target.to_local() if isinstance(target, DTensor) else target
-    if local.shape != part.shape:
-        raise CheckpointError(
-            f"{str(path)!r}: this rank's shard of {name!r} has shape "
-            f"{tuple(local.shape)}, but the saved one has {tuple(part.shape)}. Wrap the model as in the "
-            "run that was saved."
-        )
-    local.copy_(part)
-    return target
-
-
-@frozen
-class LocalFiles:
-    """Save and load models and optimizers as one file per rank."""
-
-    shards: ShardedStates
-    topology: Topology
-
-    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save) -> None:
-        """Write `pytorch_model_fsdp_rank<rank>.bin`, or `pytorch_model_fsdp_<index>_rank<rank>.bin`."""
-        path = self._file(directory, MODEL, index)
-        save_local(self.shards.model_tensors(model), path, self.topology.world_size, write=write)
-
-    def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        like = self.shards.model_tensors(model)
-        path = self._file(directory, MODEL, index)
-        self.shards.load_model(
-            model, load_local(path, self.topology.world_size, lambda keys, *_: like[keys[0]])
-        )
-
-    def save_optimizer(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        directory: Path,
-        index: int,
-        *,
-        write: Write = torch.save,
-    ) -> None:
-        """Write `optimizer_fsdp_rank<rank>.bin`, or `optimizer_fsdp_<index>_rank<rank>.bin`."""
-        path = self._file(directory, OPTIMIZER, index)
-        state = self.shards.optimizer_tensors(optimizer, [model])
-        save_local(state, path, self.topology.world_size, write=write)
-
-    def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        allocate = self.shards.state_allocator(optimizer, [model])
-        path = self._file(directory, OPTIMIZER, index)
-        state = load_local(
-            path, self.topology.world_size, lambda keys, *what: allocate(keys[1], keys[2], *what)
-        )
-        self.shards.load_optimizer(optimizer, [model], state)
-
-    def _file(self, directory: Path, stem: str, index: int) -> Path:
-        return directory / local_file(stem, index, self.topology.rank)
-
-
-def local_file(stem: str, index: int, rank: int) -> str:
-    """Return the name of the file with a rank's local state of a model or an optimizer.
-
-    Example:
-        >>> local_file(MODEL, 1, 0)
-        'pytorch_model_fsdp_1_rank0.bin'
-    """
-    number = f"_{index}" if index else ""
-    return f"{stem}{number}_rank{rank}.bin"

@@ -26,7 +26,7 @@ from accel_ops.weights.write import save
 from accel_plugins import sharding
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.optimizer import without_wrapper
-from accel_plugins.sharding.folder import LocalFiles, TensorMetadata
+from accel_plugins.sharding.folder import TensorMetadata
 from accel_plugins.sharding.state import (
     INDEX_NAME,
     ShardedStates,
@@ -38,6 +38,7 @@ from accel_plugins.unsharded import with_offloaded_weights
 from accel_state import runtime
 from accel_state.errors import CheckpointError, SettingsError, some_of
 from accel_state.files import any_path, local_path
+from accel_state.logging import get_logger
 from accel_state.partial_state import PartialState
 from accel_state.remote import AnyPath, RemotePath
 from accel_state.topology import Topology
@@ -71,6 +72,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.strategy import Persister
+
+logger = get_logger(__name__)
 
 
 def save_accelerator_state(
@@ -231,22 +234,20 @@ def save_fsdp_model(
     """Save a model in the form of the plugin's `state_dict_type`. Call it on every process.
 
     Args:
-        fsdp_plugin: Its `state_dict_type` chooses a file, a folder that all ranks write, or a file per rank.
+        fsdp_plugin: Its `state_dict_type` chooses a file, or a folder that all ranks write.
         accelerator: The `Accelerator` that has prepared the model.
         model: The prepared model.
         output_dir: The folder; created if absent.
         model_index: Number of the model, part of the name.
         adapter_only: Whether only the adapter of a PEFT model is saved. Other models are saved in full.
-        use_dcp: Whether shards go to a folder that any number of ranks can read; else every rank writes a
-            file for itself.
+        use_dcp: Has no effect, as shards always go to a folder that any number of ranks can read; a warning
+            says so.
     """
     access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
     folder = _make_folder(output_dir)
     if access.form is StateForm.FULL:
         state = access.persister.full_state_dict(model, keep=access.topology.is_main)
         save(_adapter_of(model, state, adapter_only), folder / layout.fsdp_weights_name(model_index))
-    elif access.form is StateForm.NATIVE:
-        access.local.save_model(model, folder, model_index)
     else:
         state = _adapter_of(model, access.shards.model_tensors(model), adapter_only)
         target = folder / layout.sharded_model_name(model_index)
@@ -272,7 +273,7 @@ def load_fsdp_model(
         input_dir: The folder that was saved to; for shards also the folder of the shards.
         model_index: Number of the model.
         adapter_only: Whether only the adapter of a PEFT model was saved.
-        use_dcp: The value used when the model was saved.
+        use_dcp: As for `save_fsdp_model`.
 
     Raises:
         CheckpointError: There is no such model, or it does not fit.
@@ -283,8 +284,6 @@ def load_fsdp_model(
     if access.form is StateForm.FULL:
         state: Any = read_object(_require_file(folder / layout.fsdp_weights_name(model_index)))
         access.persister.load_full_state_dict(model, state, **strict)
-    elif access.form is StateForm.NATIVE:
-        access.local.load_model(model, folder, model_index)
     else:
         source = _shards_in(folder, layout.sharded_model_name(model_index))
         restore_model_shards(access.run, source, model, **strict)
@@ -316,8 +315,6 @@ def save_fsdp_optimizer(
     if access.form is StateForm.FULL:
         state = access.persister.full_optimizer_state(inner, [model], keep=access.topology.is_main)
         save(state, folder / layout.optimizer_name(optimizer_index))
-    elif access.form is StateForm.NATIVE:
-        access.local.save_optimizer(inner, model, folder, optimizer_index)
     else:
         state = access.shards.optimizer_tensors(inner, [model])
         target = folder / layout.sharded_optimizer_name(optimizer_index)
@@ -345,7 +342,7 @@ def load_fsdp_optimizer(
         input_dir: The folder that was saved to; for shards also the folder of the shards.
         optimizer_index: Number of the optimizer.
         adapter_only: Without effect: an optimizer has the states of the parameters that it trains.
-        use_dcp: The value used when the optimizer was saved.
+        use_dcp: As for `save_fsdp_model`.
 
     Raises:
         CheckpointError: There is no such optimizer, or it has other parameters.
@@ -356,8 +353,6 @@ def load_fsdp_optimizer(
     if access.form is StateForm.FULL:
         state: Any = read_object(_require_file(folder / layout.optimizer_name(optimizer_index)))
         access.persister.load_full_optimizer_state(inner, [model], state)
-    elif access.form is StateForm.NATIVE:
-        access.local.load_optimizer(inner, model, folder, optimizer_index)
     else:
         source = _shards_in(folder, layout.sharded_optimizer_name(optimizer_index))
         restore_optimizer_shards(access.run, source, inner)
@@ -369,8 +364,9 @@ class _Access:
 
     def __init__(self, accelerator: Any, plugin: FullyShardedDataParallelPlugin, *, use_dcp: bool) -> None:
         parts = accelerator._parts
-        form = form_of(plugin)
-        self.form = StateForm.NATIVE if form is StateForm.SHARDED and not use_dcp else form
+        self.form = form_of(plugin)
+        if not use_dcp:
+            logger.warning_once("use_dcp=False has no effect: shards go to a folder that any run can read.")
         self.run: CheckpointContext = parts.checkpoints
         self.persister: Persister = parts.strategy.persister
         self.topology: Topology = parts.process.runtime.topology
@@ -380,7 +376,6 @@ class _Access:
                 "load_state(), which work under every strategy."
             )
         self.shards: ShardedStates = parts.strategy.shards
-        self.local = LocalFiles(shards=self.shards, topology=self.topology)
 
 
 def _write_folder(access: _Access, accelerator: Any, folder: Path, state: Mapping[str, Any]) -> None:

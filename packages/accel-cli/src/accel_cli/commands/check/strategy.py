@@ -36,7 +36,6 @@ from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.strategy import MegatronRun, MegatronWrapper, batch_sharding, groups_of
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.precision import EnginePrecision
-from accel_plugins.sharding import folder as local
 from accel_plugins.sharding.folder import ShardWriter
 from accel_plugins.sharding.state import INDEX_NAME, ShardedStates, StateForm, shard_file
 from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPolicy, Strategy, StrategySpec
@@ -499,8 +498,6 @@ def _state_files(
     for names, nbytes, shards in _states(run, full_models, safe):
         if form is StateForm.FULL:
             yield names[form], nbytes, nbytes
-        elif form is StateForm.NATIVE:
-            yield names[form], nbytes // ranks, nbytes
         else:
             planned = 0 if estimated else ShardWriter({"state": shards()}, rank, run.strategy.planners).nbytes
             shard_nbytes = nbytes // ranks if estimated else planned
@@ -518,7 +515,6 @@ def _states(
         names = {
             StateForm.FULL: layout.weights_name(index, safe=safe),
             StateForm.SHARDED: layout.sharded_model_name(index),
-            StateForm.NATIVE: local.local_file(local.MODEL, index, run.rank),
         }
         full = full_models.get(model, model)
         yield names, full_nbytes(full.state_dict()), lambda model=model: shards.model_tensors(model)
@@ -526,7 +522,6 @@ def _states(
         names = {
             StateForm.FULL: layout.optimizer_name(index),
             StateForm.SHARDED: layout.sharded_optimizer_name(index),
-            StateForm.NATIVE: local.local_file(local.OPTIMIZER, index, run.rank),
         }
         inner = optimizer.optimizer
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
