@@ -45,7 +45,13 @@ from accel_plugins.sharding.state import (
     check_groups,
     strip_wrapper_prefixes,
 )
-from accel_plugins.sharding.wrap import ParamRemap, dtype_to_train, hook_of, warn_about_master_weights
+from accel_plugins.sharding.wrap import (
+    ParamRemap,
+    dtype_to_train,
+    hook_of,
+    mark_originals,
+    warn_about_master_weights,
+)
 from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPolicy, StateDict, Strategy
 from accel_plugins.unsharded import TorchStepper, check_materialised, move_to_device
 from accel_state import hang_monitor
@@ -200,7 +206,7 @@ class Fsdp1Wrapper:
         plugin.set_auto_wrap_policy(model)
         if plugin.auto_wrap_policy is not None:
             plugin.auto_wrap_policy = separable_only(plugin.auto_wrap_policy, model)
-        before = [(parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False)]
+        names, number = [name for name, _ in model.named_parameters()], mark_originals(model)
         if self.master_weights is not None and self.runtime.topology.is_main:
             warn_about_master_weights(model, self.master_weights)
         # 2. Materialise the model, now or module by module.
@@ -244,7 +250,8 @@ class Fsdp1Wrapper:
             _checkpoint_blocks(root, plugin)
         _gather_in_generate(root)
         self.roots.add(root)
-        self.remap.add(root, before, parameters_by_name(root, flat=not plugin.use_orig_params))
+        now = parameters_by_name(root, flat=not plugin.use_orig_params)
+        self.remap.add(root, number, {name: now[name] for name in names if name in now})
         return root
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.modules import extract_model_from_parallel, without_compiler
 from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from accel_plugins.strategy import StateDict
 
 
+_NAME = "_accel_name_in_full_model"
+
+
 @dataclass(slots=True)
 class ModelNames:
     """The names in a full model, recorded before it is cut.
@@ -50,7 +53,7 @@ class ModelNames:
         first: For each name of a parameter or buffer, the first of the names of the same tensor.
         ranks: For each first name, the ranks of the pipeline that have the tensor.
         outside: The names of tensors outside of all stages' modules: every rank has them.
-        parameters: The first name of each parameter, original and in the cut model.
+        number: Noted with the first name on each parameter, original and in the cut model.
         groups: For each optimizer, the first names of the parameters of its groups.
     """
 
@@ -58,7 +61,7 @@ class ModelNames:
     first: Mapping[str, str]
     ranks: Mapping[str, Sequence[int]]
     outside: frozenset[str]
-    parameters: Any = field(default_factory=WeakIdKeyDictionary)
+    number: int = field(default_factory=itertools.count().__next__)
     groups: Any = field(default_factory=WeakKeyDictionary)
 
     @classmethod
@@ -93,7 +96,12 @@ class ModelNames:
     def add_parameters(self, model: nn.Module) -> None:
         """Record the model's present parameters."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            self.parameters[parameter] = self.first[name]
+            vars(parameter)[_NAME] = self.number, self.first[name]
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """Return the first name of a parameter of the model, original or in the cut model."""
+        number, name = vars(parameter).get(_NAME, (None, None))
+        return name if number == self.number else None
 
     def shared(self, rank: int) -> Iterator[tuple[list[str], Sequence[int]]]:
         """Yield the names of each tensor that this rank shares with others, and all its ranks."""
@@ -103,8 +111,8 @@ class ModelNames:
 
     def add_optimizer(self, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
         """Record an optimizer's parameters, including those of other stages; a collective of the pipeline."""
-        own = self.parameters
-        names = [[own[p] for p in row["params"] if p in own] for row in optimizer.param_groups]
+        own = [map(self.name_of, row["params"]) for row in optimizer.param_groups]
+        names = [[name for name in row if name is not None] for row in own]
         gathered = all_gather_objects(names, group)
         order = {name: index for index, name in enumerate(self.first)}
         rows = zip(*gathered, strict=True)

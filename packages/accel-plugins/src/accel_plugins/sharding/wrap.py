@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.modules import model_has_dtensor, without_compiler
 from accel_plugins.sharding.shards import gather_full_tensor, group_tied_names, shard_like
@@ -37,15 +37,24 @@ SHARDED_FEATURES = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UN
 """The features of strategies with sharded models."""
 
 
+_ORIGIN = "_accel_origin"
+_models_marked = itertools.count()
+
+
+def mark_originals(model: nn.Module) -> int:
+    """Note on each parameter of a model, which will be replaced, the model's number and its first name."""
+    number = next(_models_marked)
+    for name, parameter in model.named_parameters():
+        vars(parameter)[_ORIGIN] = number, name
+    return number
+
+
 class ParamRemap:
-    """Map from original to sharded parameters, for optimizers prepared with the model or later."""
+    """What became of marked parameters, for optimizers prepared with their model or later."""
 
     def __init__(self) -> None:
-        # The keys are originals only: torch refuses to move a sharded parameter that has weak references. A
-        # value is the sharded parameter and the number of its originals, as a flat one has several.
-        self._successors: Any = WeakIdKeyDictionary()
-        self._absent: Any = WeakIdKeyDictionary()  # original parameters that only other ranks have
-        self._models: WeakSet[nn.Module] = WeakSet()
+        # For each sharded model, what its original parameters became; None if only other ranks have it.
+        self._models: WeakKeyDictionary[nn.Module, dict[Any, Tensor | None]] = WeakKeyDictionary()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
 
     def has(self, model: nn.Module) -> bool:
@@ -57,21 +66,19 @@ class ParamRemap:
         return optimizer in self._optimizers
 
     def replaces(self, parameter: Tensor) -> bool:
-        """Return whether a parameter is an original that was replaced by a sharded one."""
-        return parameter in self._successors
+        """Return whether a parameter is an original that was replaced by a sharded one, or removed."""
+        return vars(parameter).get(_ORIGIN) in self._known
+
+    @property
+    def _known(self) -> ChainMap[Any, Tensor | None]:
+        return ChainMap(*self._models.values())
 
     def check(self, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> None:
         """Check that the parameters of optimizers belong to prepared models."""
         owned = {id(parameter) for model in (*models, *self._models) for parameter in model.parameters()}
         for optimizer in optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            unknown = [
-                parameter
-                for parameter in parameters
-                if id(parameter) not in owned
-                and parameter not in self._successors
-                and parameter not in self._absent
-            ]
+            unknown = [p for p in parameters if id(p) not in owned and not self.replaces(p)]
             if unknown:
                 raise SettingsError(
                     f"{len(unknown)} of the {len(parameters)} parameters of {type(optimizer).__qualname__}, "
@@ -80,43 +87,38 @@ class ParamRemap:
                     "model.parameters() of the model that you pass to prepare(), and pass both."
                 )
 
-    def add(self, model: nn.Module, before: Iterable[tuple[Tensor, str]], now: Mapping[str, Tensor]) -> None:
-        """Add a sharded model: its original parameters with their names, and its new parameters by name."""
-        self._models.add(model)
-        replaced = [
-            (parameter, now[name])
-            for parameter, name in before
-            if name in now and now[name] is not parameter and parameter not in self._successors
-        ]
-        counts = Counter(id(new) for _, new in replaced)
-        for parameter, new in replaced:
-            self._successors[parameter] = new, counts[id(new)]
+    def add(self, model: nn.Module, number: int, now: Mapping[str, Tensor | None]) -> None:
+        """Add a sharded model: what its parameters became, by their first names when they were marked."""
+        known = self._models.setdefault(model, {})
+        for name, parameter in now.items():
+            if parameter is None or vars(parameter).get(_ORIGIN) != (number, name):
+                known[number, name] = parameter
 
-    def exclude(self, parameters: Iterable[Tensor]) -> None:
-        """Add original parameters that only other ranks have; `switch` removes them from optimizers."""
-        for parameter in parameters:
-            self._absent[parameter] = True
+    def add_as_is(self, model: nn.Module) -> None:
+        """Add a model whose parameters stay."""
+        self._models.setdefault(model, {})
 
     def switch(self, optimizer: Optimizer) -> None:
         """Replace an optimizer's original parameters by the sharded ones, and shard its state."""
+        known = self._known
+        mapping: dict[Tensor, Tensor] = {}
         for group in optimizer.param_groups:
+            present: list[Tensor] = []
             for parameter in group["params"]:
-                if parameter in self._absent:
+                new = known.get(vars(parameter).get(_ORIGIN), parameter)
+                if new is None:
                     optimizer.state.pop(parameter, None)
-            group["params"][:] = [p for p in group["params"] if p not in self._absent]
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        successors = {
-            parameter: self._successors[parameter]
-            for parameter in parameters
-            if parameter in self._successors
-        }
-        mapping = {parameter: new for parameter, (new, _) in successors.items()}
-        present = Counter(map(id, mapping.values()))
-        for new, total in successors.values():
-            if (count := present[id(new)]) < total:
+                    continue
+                present.append(parameter)
+                if new is not parameter:
+                    mapping[parameter] = new
+            group["params"][:] = present
+        totals = Counter(id(new) for new in known.values())
+        for new, count in Counter(map(id, mapping.values())).items():
+            if count < totals[new]:
                 raise SettingsError(
-                    f"{type(optimizer).__qualname__} has {count} of the {total} parameters of one block, of "
-                    "which FSDP1 makes one flat parameter: it would train all of them. Set "
+                    f"{type(optimizer).__qualname__} has {count} of the {totals[new]} parameters of one "
+                    "block, of which FSDP1 makes one flat parameter: it would train all of them. Set "
                     "FullyShardedDataParallelPlugin(use_orig_params=True)."
                 )
         self._optimizers.add(optimizer)
@@ -187,13 +189,13 @@ class ShardedWrapper:
         for index, model in enumerate(models):
             core = without_compiler(model)
             if self.remap.has(core):
-                self.remap.add(core, (), {})
+                self.remap.add_as_is(core)
                 continue
             if evaluation and not self.only_main_has_values:
                 if model_has_dtensor(
                     core
                 ):  # its optimizer may be prepared, as by the Trainer of transformers
-                    self.remap.add(core, (), {})
+                    self.remap.add_as_is(core)
                 models[index] = move_to_device(
                     replace(bundle, models=[model], placements=()), self.runtime.device
                 )[0]
@@ -210,14 +212,12 @@ class ShardedWrapper:
 
     def _shard_by(self, shard: Callable[[nn.Module], nn.Module], model: nn.Module) -> nn.Module:
         """Shard a model with a function of the caller."""
-        before = {
-            parameter: strip_wrapper_prefixes(name)
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-        }
+        names, number = [name for name, _ in model.named_parameters()], mark_originals(model)
         sharded = shard(model)
         named = sharded.named_parameters(remove_duplicate=False)
         now = {strip_wrapper_prefixes(name): parameter for name, parameter in named}
-        self.remap.add(sharded, before.items(), now)
+        own = {name: strip_wrapper_prefixes(name) for name in names}
+        self.remap.add(sharded, number, {name: now[key] for name, key in own.items() if key in now})
         return sharded
 
     def _wrap(self, model: nn.Module, bundle: Bundle, load: Callable[..., Any] | None) -> None:
@@ -226,6 +226,7 @@ class ShardedWrapper:
             warn_about_master_weights(model, self.master_weights)
         # 1. Move it to meta, and remove its parameters from the optimizers, which frees their memory.
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+        number = mark_originals(model)
         values = to_meta(
             model,
             keep=is_main,
@@ -256,14 +257,14 @@ class ShardedWrapper:
         for optimizer, parameters, index, name, state in detached:
             own = present[name]
             if own is None:
-                self.remap.exclude([parameters[index]])
+                vars(parameters[index])[_ORIGIN] = number, name
                 continue
             parameters[index] = now[own]
             if state is not None:
                 optimizer.state[now[own]] = _shard_state(state, now[own])
-        before = [(parameter, present[name]) for parameter, name in values.before.items()]
-        self.remap.add(model, ((parameter, own) for parameter, own in before if own is not None), now)
-        self.remap.exclude(parameter for parameter, own in before if own is None)
+        self.remap.add(
+            model, number, {name: None if own is None else now[own] for name, own in present.items()}
+        )
 
     def _validate(self, model: nn.Module) -> None:
         may_be_empty = self.only_main_has_values and not self.runtime.topology.is_main
@@ -300,7 +301,6 @@ class FullModelState:
         parameters: Full parameters by name, on the rank that keeps them; tied ones by their first name.
         names: All names of each parameter and buffer, by the first one.
         retained: First names of the parameters that keep their shards.
-        before: Weak map from the original parameters to their names.
         hooks: Gradient hooks of each parameter that has some, as torch keeps them.
     """
 
@@ -311,7 +311,6 @@ class FullModelState:
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict[str, Any])
     names: dict[str, list[str]] = field(default_factory=dict[str, Any])
     retained: set[str] = field(default_factory=set[str])
-    before: Any = field(default_factory=WeakIdKeyDictionary)
     hooks: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, Any])
 
 
@@ -348,9 +347,10 @@ def to_meta(
             if kind is values.parameters:
                 if hook_of(tensor):
                     values.hooks[name] = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-                values.before[tensor] = name
                 values.dtypes[name] = dtype_of(tensor) if dtype_of else tensor.dtype
-            values.attributes[name] = {} if _has_own_type(tensor) else dict(vars(tensor))
+            attributes = {} if _has_own_type(tensor) else dict(vars(tensor))
+            attributes.pop(_ORIGIN, None)
+            values.attributes[name] = attributes
             if _has_shards_of(mesh, tensor):
                 values.retained.add(name)
                 _broadcast_to_replicas(tensor, mesh)
@@ -384,7 +384,7 @@ def _broadcast_to_replicas(tensor: Any, mesh: Any) -> None:
 def _move_to_meta(model: nn.Module, values: FullModelState) -> None:
     """Move a model to the meta device, except shards that it keeps; tied tensors stay tied.
 
-    Not by `nn.Module.to`, which refuses to swap a DTensor that has weak references.
+    Not by `nn.Module.to`, which would move the originals that optimizers still have, too.
     """
     for name, names in values.names.items():
         tensor = _get_tensor(model, name)
