@@ -89,8 +89,12 @@ def test_two_losses_of_one_step_add_up(stage):
         model, inputs = make_model(), torch.ones(2, 3)
         bundle = wrap(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1))
         engine = bundle.models[0]
-        for _ in range(2):
+        with strategy.stepper.no_sync(engine):
             strategy.stepper.backward(engine(inputs).mean(), accumulation=1, sync=True)
+        strategy.stepper.backward(engine(inputs).mean(), accumulation=1, sync=True)
+        if stage in {1, 2}:
+            with pytest.raises(UnsupportedError, match=r"second backward\(\).*no_sync\(model\)"):
+                strategy.stepper.backward(engine(inputs).mean(), accumulation=1, sync=True)
         strategy.stepper.step(bundle.optimizers[0])
         assert strategy.stepper.step(bundle.optimizers[0]), "a step without gradients does nothing"
         right = make_model()

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_plugins.deepspeed.sequence import MaskCheck
 from accel_plugins.parallelism.sequence import SequenceShard
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 
 
 def tokens(rows: int, length: int) -> torch.Tensor:
@@ -66,26 +65,6 @@ def test_another_length_than_the_one_that_was_promised_is_refused():
     assert part({"input_ids": tokens(1, 6)})["input_ids"].shape == (1, 3)
     with pytest.raises(SettingsError, match=r"sp_seq_length=6, sp_seq_length_is_variable=False.*\(1, 4\)"):
         part({"input_ids": tokens(1, 4)})
-
-
-def test_padding_on_the_right_is_harmless_and_on_the_left_is_refused():
-    part = SequenceShard(size=2, rank=0, check=MaskCheck(size=2))
-    right = {"input_ids": tokens(1, 4), "attention_mask": torch.tensor([[1, 1, 1, 0]])}
-    assert part(right)["attention_mask"].tolist() == [[1, 1]]
-    left = {"input_ids": tokens(1, 4), "attention_mask": torch.tensor([[0, 1, 1, 1]])}
-    with pytest.raises(UnsupportedError, match="padding before tokens"):
-        part(left)
-
-
-def test_several_samples_in_a_sequence_need_attention_that_sees_positions():
-    packed = {"input_ids": tokens(1, 6), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
-    with pytest.raises(UnsupportedError, match="restart in the middle"):
-        SequenceShard(size=2, rank=0, check=MaskCheck(size=2))(packed)
-    by_position = SequenceShard(size=2, rank=1, check=MaskCheck(size=2, by_position=True))
-    assert by_position(packed)["position_ids"].tolist() == [[0, 1, 2]]
-    padded = {"input_ids": tokens(1, 6), "position_ids": torch.tensor([[0, 1, 2, 0, 0, 0]])}
-    with_check = SequenceShard(size=2, rank=0, check=MaskCheck(size=2))
-    assert with_check(padded)["position_ids"].tolist() == [[0, 1, 2]]
 
 
 def test_boundaries_of_packed_samples_give_positions():

@@ -38,8 +38,6 @@ class DeepSpeedEngineWrapper:
         self._has_gradients = False
         self._holds = 0
         self._max_grad_norm: float | None = None
-        self._known: dict[str, Any] = {}
-        self._saved_grads: dict[int, list[Tensor]] = {}
 
     @property
     def optimizer(self) -> Any:
@@ -56,7 +54,8 @@ class DeepSpeedEngineWrapper:
                 of micro-batches.
 
         Raises:
-            UnsupportedError: There are other arguments, which the engine does not have.
+            UnsupportedError: There are other arguments, which the engine does not have; or stage 1 or 2 would
+                overwrite reduced gradients of this step.
         """
         unknown = kwargs.keys() - {"retain_graph", "scale_wrt_gas"}
         if unknown:
@@ -65,31 +64,21 @@ class DeepSpeedEngineWrapper:
                 "option retain_graph. Remove the other arguments."
             )
         optimizer = self.optimizer
-        # 1. Copy reduced gradients, which stages 1 and 2 overwrite in another completing backward pass.
-        if self._is_complete:
-            is_overwritten = hasattr(optimizer, "bit16_groups") and not optimizer.cpu_offload
-            reduced: dict[int, Any] = optimizer.averaged_gradients if is_overwritten else {}
-            self._saved_grads = {
-                index: [gradient.clone() for gradient in gradients]
-                for index, gradients in reduced.items()
-                if gradients is not None and not optimizer._use_compact_grad_partition_buffer(index)
-            }
-        # 2. Scale the loss in float16 at stage 0: an engine with a method `scale`, which only optimizers of
+        if self._is_complete and hasattr(optimizer, "bit16_groups") and not optimizer.cpu_offload:
+            raise UnsupportedError(
+                "A second backward() before optimizer.step(): stages 1 and 2 of DeepSpeed would overwrite "
+                "the reduced gradients of the first. Add the losses, or run all backward passes of a step "
+                "but the last one within accelerator.no_sync(model)."
+            )
+        # Scale the loss in float16 at stage 0: an engine with a method `scale`, which only optimizers of
         # stages 1 to 3 have, does not, but its `step` divides by the scale.
         is_scaled = hasattr(optimizer, "loss_scale_config") and not hasattr(optimizer, "scale_if_loss")
         if is_scaled and hasattr(self.engine, "scale"):
             loss = loss.float() * _scale_of(optimizer)
-        # 3. Compute gradients, and add the saved ones.
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients and not self._holds)
         with hang_monitor.collective_scope("backward"):
             self.engine.backward(loss, **kwargs)
         self._has_gradients = True
-        if self._is_complete:
-            for index, gradients in self._saved_grads.items():
-                for now, before in zip(optimizer.averaged_gradients[index], gradients, strict=True):
-                    now.add_(before)
-            self._saved_grads = {}
-        self._known.clear()
 
     @contextmanager
     def accumulate_without_step(self) -> Generator[None]:
@@ -131,15 +120,15 @@ class DeepSpeedEngineWrapper:
         self._max_grad_norm = max_norm
         if not self._is_complete:
             return None
-        # Compute the norm over all ranks, and cache it for the step.
+        # Compute the norm over all ranks.
         optimizer = self.optimizer
         if hasattr(optimizer, "scaled_global_norm"):
             wait: Callable[[], None] | None = getattr(optimizer, "_wait_for_offload_copies", None)
             if wait is not None:
                 wait()
-            total = self._known["scaled_global_norm"] = optimizer.scaled_global_norm()
+            total = optimizer.scaled_global_norm()
         elif hasattr(optimizer, "_get_norm_groups"):
-            groups = self._known["_get_norm_groups"] = optimizer._get_norm_groups()
+            groups = optimizer._get_norm_groups()
             norms = torch.stack([torch.as_tensor(group, dtype=torch.float32).reshape(()) for group in groups])
             invalid = torch.full_like(norms[0], -1.0)
             total = torch.where((norms < 0).any(), invalid, torch.linalg.vector_norm(norms))
@@ -217,26 +206,19 @@ class DeepSpeedEngineWrapper:
     def _reset(self) -> None:
         self._has_gradients = False
         self._max_grad_norm = None
-        self._known.clear()
-        self._saved_grads = {}
 
     @contextmanager
     def _clipping(self) -> Generator[None]:
-        """Set the optimizer's clipping norm within the block, and reuse the gradient norm if computed."""
+        """Set the optimizer's clipping norm within the block."""
         if self._max_grad_norm is None:
             yield
             return
         optimizer = self.optimizer
         before, optimizer.clip_grad = optimizer.clip_grad, self._max_grad_norm
-        known = dict(self._known)
-        for name, value in known.items():
-            vars(optimizer)[name] = lambda *_, value=value, **__: value
         try:
             yield
         finally:
             optimizer.clip_grad = before
-            for name in known:
-                del vars(optimizer)[name]
 
 
 def _scale_of(optimizer: Any) -> float:

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
-from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from accel_state.libraries import compare_versions, require
 if TYPE_CHECKING:
     from accel_state.runtime import Runtime
 
-_MINIMUM = "0.19.8"  # Earlier versions lack names in `NAMES`.
+_MINIMUM = "0.19.8"  # Earlier versions lack names that this package uses.
 _EXTRA = "accel-plugins[deepspeed]"
 
 
@@ -58,7 +57,6 @@ def start(runtime: Runtime) -> ModuleType:
     device = {} if "DS_ACCELERATOR" in environment else {"ds_accelerator": runtime.device.type}
     with environ.patch_environment(**device):  # DeepSpeed chooses its device when it is imported.
         deepspeed = load_library("the strategy 'deepspeed'")
-        check_names()
         process_group.join_single(runtime.kind.backend, runtime.device)
         comm = ds_module("comm.comm")
         if comm.cdb is None or not comm.cdb.is_initialized():
@@ -84,73 +82,6 @@ def _without_compiling(device: torch.device) -> Generator[None]:
         yield
     finally:
         setattr(communication, name, build)
-
-
-NAMES: Mapping[str, tuple[str, ...]] = {
-    "runtime.engine:DeepSpeedEngine": (
-        "get_global_grad_norm",
-        "gradient_clipping",
-        "is_gradient_accumulation_boundary",
-        "set_gradient_accumulation_boundary",
-        "was_step_applied",
-        "zero_grad",
-    ),
-    "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
-        "_lazy_init_hp_params_optimizer_state",
-        "_release_preflattened_grad_buffers",
-        "_use_compact_grad_partition_buffer",
-        "_wait_for_offload_copies",
-        "refresh_fp32_params",
-        "reset_cpu_buffers",
-        "scale_if_loss",
-        "scaled_global_norm",
-    ),
-    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": (
-        "_get_norm_groups",
-        "reset_cpu_buffers",
-        "scale_if_loss",
-    ),
-    "runtime.bf16_optimizer:BF16_Optimizer": (
-        "_lazy_init_hp_params_optimizer_state",
-        "clear_hp_grads",
-        "clear_lp_grads",
-        "refresh_fp32_params",
-        "scale_if_loss",
-    ),
-    "runtime.fp16.fused_optimizer:FP16_Optimizer": ("refresh_fp32_params",),
-    "runtime.zero:GatheredParameters": ("__enter__", "__exit__"),
-    "runtime.zero.config:get_zero_config": (),
-    "utils": (
-        "safe_get_full_fp32_param",
-        "safe_get_full_optimizer_state",
-        "safe_set_full_fp32_param",
-        "safe_set_full_optimizer_state",
-        "safe_set_local_fp32_param",
-        "safe_set_local_optimizer_state",
-        "set_z3_leaf_modules",
-    ),
-    "comm.comm": ("cdb", "init_distributed"),
-}
-"""Names of DeepSpeed that this package uses, by `module` or `module:class` without `deepspeed.` before it."""
-
-
-def check_names(names: Mapping[str, tuple[str, ...]] = NAMES) -> None:
-    """Reject a DeepSpeed that lacks names used here, before a run depends on them."""
-    absent: list[str] = []  # as `module:class.name`
-    for owner, attributes in names.items():
-        module, _, inner = owner.partition(":")
-        try:
-            target = ds_module(module)
-            target = attrgetter(inner)(target) if inner else target
-        except (ImportError, AttributeError):
-            absent.append(owner)
-        else:
-            absent += [f"{owner}.{name}" for name in attributes if not hasattr(target, name)]
-    if absent:
-        raise MissingDependencyError(
-            f"deepspeed {version('deepspeed')} does not have {', '.join(absent)}, which this version of "
-            f"accel requires: install another version of deepspeed, such as {_MINIMUM}, or a newer accel."
-        )
 
 
 # Common arguments keep their names; only these are added.

@@ -167,7 +167,7 @@ class DeepSpeedWrapper:
             if self._is_engine(model):
                 continue
             if self.sequences is not None:
-                self.sequences.register(model)
+                self.sequences.ulysses.prepare(model)
             if not bundle.optimizers and (evaluation or not self.plugin.hf_ds_config.is_zero3()):
                 models[index] = model.to(self.runtime.device)
                 continue

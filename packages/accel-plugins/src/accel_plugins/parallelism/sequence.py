@@ -44,7 +44,6 @@ class SequenceShard:
 
     Args:
         length: Length of all sequences; `None` for any.
-        check: Called with the full batch; raises if it cannot be used.
 
     Example:
         >>> batch = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([[5, 6, 7, 8]])}
@@ -55,7 +54,6 @@ class SequenceShard:
     size: int
     rank: int
     length: int | None = None
-    check: Callable[[MutableMapping[str, Any]], None] | None = None
 
     def __call__(self, batch: Any) -> Any:
         """Return this rank's shard of a batch.
@@ -71,7 +69,6 @@ class SequenceShard:
 
         Raises:
             SettingsError: The batch is not such a dictionary, or its lengths cannot be sharded.
-            UnsupportedError: The batch needs masks that attention of this backend lacks.
         """
         if not isinstance(batch, MutableMapping) or not isinstance(batch.get(_KEY), Tensor):
             keys = f" with {sorted(map(str, batch))}" if isinstance(batch, MutableMapping) else ""
@@ -84,8 +81,6 @@ class SequenceShard:
         length = self._length_of(tokens)
         if "position_ids" not in shard:
             shard["position_ids"] = _positions(shard, length, tokens.device).expand(tokens.shape[0], length)
-        if self.check is not None:
-            self.check(shard)
         if "labels" in shard:
             labels = shard.pop("labels")
             if labels.shape != tokens.shape:
@@ -154,9 +149,18 @@ class Ulysses:
         tensor_size: Tensor-parallel size, over whose ranks heads are sharded already.
         in_stages: Whether a rank has stages of models, perhaps without attention. The pipeline then averages
             losses in training.
+        averages_losses: Whether the loss of a model is the mean over all shards, also of batches that the
+            loader has sharded; else scripts weight those themselves.
     """
 
-    def __init__(self, mesh: DeviceMesh, tensor_size: int = 1, *, in_stages: bool = False) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        tensor_size: int = 1,
+        *,
+        in_stages: bool = False,
+        averages_losses: bool = True,
+    ) -> None:
         self.size: int = mesh.size()
         self.group = mesh.get_group()
         self.shard = SequenceShard(size=self.size, rank=mesh.get_local_rank())
@@ -164,6 +168,7 @@ class Ulysses:
         self._setting = f"ParallelismConfig(sp_size={self.size})"
         self._tensor_size = tensor_size
         self._in_stages = in_stages
+        self._averages_losses = averages_losses
         self._has_attended = False
         self._is_inside = False  # whether the forward pass of a prepared model is running
         self._counts = False  # whether the loss of a model is divided by our number of tokens
@@ -329,6 +334,7 @@ class Ulysses:
         self._has_attended = self._counts = False
         loader = GradientState().active_dataloader
         self.is_sharded = loader is None or getattr(loader, "shard_sequences", None) is not None
+        averages = self._averages_losses
         if not model.training and (loader is None or kwargs.get("use_cache")):
             self.is_sharded = False  # generation sees full sequences
         if model.training and not self.is_sharded:
@@ -339,7 +345,7 @@ class Ulysses:
                     "batch to a model of transformers by name, as in model(**batch)."
                 )
             arguments = {name: value for name, value in kwargs.items() if value is not None}
-            kwargs, self.is_sharded = self.shard(arguments), True
+            kwargs, self.is_sharded, averages = self.shard(arguments), True, True
         if not self.is_sharded or text_config(model) is None:
             return None
         if "position_ids" not in kwargs:
@@ -356,7 +362,7 @@ class Ulysses:
         if "use_cache" in takes and kwargs.get("use_cache") is None:
             kwargs["use_cache"] = False
         labels = kwargs.get("shift_labels")
-        if labels is not None and computes_loss:
+        if labels is not None and computes_loss and averages:
             kwargs["labels"] = labels
             self._counts = kwargs.get("num_items_in_batch") is None
             if self._counts:

@@ -1,0 +1,66 @@
+"""The installed DeepSpeed has the names that this package uses."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+import pytest
+
+from accel_plugins.deepspeed.library import ds_module
+from accel_state.libraries import is_installed
+
+NAMES = {
+    "runtime.engine:DeepSpeedEngine": (
+        "get_global_grad_norm",
+        "gradient_clipping",
+        "is_gradient_accumulation_boundary",
+        "set_gradient_accumulation_boundary",
+        "was_step_applied",
+        "zero_grad",
+    ),
+    "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
+        "_lazy_init_hp_params_optimizer_state",
+        "_release_preflattened_grad_buffers",
+        "_wait_for_offload_copies",
+        "refresh_fp32_params",
+        "reset_cpu_buffers",
+        "scale_if_loss",
+        "scaled_global_norm",
+    ),
+    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": (
+        "_get_norm_groups",
+        "reset_cpu_buffers",
+        "scale_if_loss",
+    ),
+    "runtime.bf16_optimizer:BF16_Optimizer": (
+        "_lazy_init_hp_params_optimizer_state",
+        "clear_hp_grads",
+        "clear_lp_grads",
+        "refresh_fp32_params",
+        "scale_if_loss",
+    ),
+    "runtime.fp16.fused_optimizer:FP16_Optimizer": ("refresh_fp32_params",),
+    "runtime.zero:GatheredParameters": ("__enter__", "__exit__"),
+    "runtime.zero.config:get_zero_config": (),
+    "utils": (
+        "safe_get_full_fp32_param",
+        "safe_get_full_optimizer_state",
+        "safe_set_full_fp32_param",
+        "safe_set_full_optimizer_state",
+        "safe_set_local_fp32_param",
+        "safe_set_local_optimizer_state",
+        "set_z3_leaf_modules",
+    ),
+    "comm.comm": ("cdb", "init_distributed"),
+}
+"""By `module` or `module:class`, without `deepspeed.` before it."""
+
+
+@pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
+@pytest.mark.filterwarnings("ignore")  # of DeepSpeed
+@pytest.mark.parametrize("owner", NAMES)
+def test_a_name_exists(owner):
+    module, _, inner = owner.partition(":")
+    target = ds_module(module)
+    target = attrgetter(inner)(target) if inner else target
+    assert [name for name in NAMES[owner] if not hasattr(target, name)] == []
