@@ -1,16 +1,7 @@
-"""Compare what `accel` offers with its documented surface (tools/surface.json).
-
-Reports the share covered and lists what is missing. Fails when something documented is offered with other
-parameters, defaults or values, or when something covered before (tools/surface_done.txt) is not any more.
-
-    uv run tools/check_surface.py             report
-    uv run tools/check_surface.py --update    also add what is covered now to surface_done.txt
-    uv run tools/check_surface.py --missing   also list every missing name
-"""
+"""Compare `accel` with its documented surface (tools/surface.json): names, parameters, defaults, values."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import enum
 import importlib
@@ -19,7 +10,6 @@ import json
 import re
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,9 +19,7 @@ from accel_state.settings.model import OPTIONS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-TOOLS = Path(__file__).resolve().parent
-SURFACE = TOOLS / "surface.json"
-DONE = TOOLS / "surface_done.txt"
+SURFACE = Path(__file__).with_name("surface.json")
 ANY_DEFAULT = ("<unset>", "<factory>")  # how an absent argument is recognised is the implementation's affair
 
 
@@ -44,48 +32,14 @@ class Finding:
     wrong: str | None = None
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the report; return 1 if something is wrong or lost."""
-    parser = argparse.ArgumentParser(description="Compare accel with its documented surface.")
-    parser.add_argument("--update", action="store_true", help="record what is covered now")
-    parser.add_argument("--missing", action="store_true", help="list every missing name")
-    arguments = parser.parse_args(argv)
-    findings = list(compare(json.loads(SURFACE.read_text())))
-    covered = {finding.item for finding in findings if finding.present and finding.wrong is None}
-    wrong = [finding for finding in findings if finding.wrong is not None]
-    done = set(DONE.read_text().split("\n")) - {""} if DONE.exists() else set[str]()
-    lost = sorted(done - covered)
-    print_report(findings, covered, list_missing=arguments.missing)
-    for finding in wrong:
-        print(f"WRONG {finding.item}: {finding.wrong}")
-    for item in lost:
-        print(f"LOST {item}: it was covered before")
-    new = sorted(covered - done)
-    if new and arguments.update:
-        DONE.write_text("".join(f"{item}\n" for item in sorted(done | covered)))
-    elif new:
-        print(f"{len(new)} newly covered; record them with `uv run tools/check_surface.py --update`")
-    return int(bool(wrong or lost))
-
-
-def print_report(findings: list[Finding], covered: set[str], *, list_missing: bool) -> None:
-    """Print the share covered by place, and what is missing."""
-    totals = Counter(group_of(finding.item) for finding in findings)
-    for where, total in totals.items():
-        missing = [f.item for f in findings if group_of(f.item) == where and f.item not in covered]
-        print(f"{where:<26} {total - len(missing):5} of {total:4}  {1 - len(missing) / total:6.1%}")
-        top = [item.partition(" ")[2] for item in missing if "." not in item.partition(" ")[2]]
-        if missing and list_missing:
-            print(f"    missing: {', '.join(item.partition(' ')[2] for item in missing)}")
-        elif top:
-            more = f" and {len(top) - 12} more (--missing lists all)" if len(top) > 12 else ""
-            print(f"    missing: {', '.join(top[:12])}{more}")
-    print(f"{'all':<26} {len(covered):5} of {len(findings):4}  {len(covered) / len(findings):6.1%}")
-
-
-def group_of(item: str) -> str:
-    """The documented place of an item: a module, the command line, or the config file."""
-    return item.partition(" ")[0]
+def main() -> int:
+    """Print what is missing or wrong; return 1 if anything is."""
+    findings = [*compare(json.loads(SURFACE.read_text()))]
+    bad = [finding for finding in findings if finding.wrong is not None or not finding.present]
+    for finding in bad:
+        print(f"{finding.item}: {finding.wrong or 'is missing'}")
+    print(f"{len(findings) - len(bad)} of {len(findings)} documented names are there as documented")
+    return int(bool(bad))
 
 
 def compare(surface: dict[str, Any]) -> Iterator[Finding]:

@@ -109,7 +109,7 @@ def files_with_gpu_tests(folder: str) -> list[str]:
 OF_MAIN_THREAD = (
     "packages/accel-train/tests/test_data_gpu.py",
     "packages/accel-train/tests/test_checkpoint_staging.py",
-    "packages/accel-trackers/tests/test_device_values.py",
+    "packages/accel-trackers/tests/test_session.py",
     *("-k", "not data-worker"),
 )
 """Tests of code whose copies are made by the main thread: the sanitizer sees no other thread or process."""

@@ -3,8 +3,6 @@
 ruff holds that every public name is documented and annotated (D, ANN) and that nothing prints (T20); pyright
 holds the types; the two conftest.py files hold that no test leaks. The rest is here:
 
-    module-length     a module has at most 800 lines: a ceiling, where one whole idea is the measure
-    function-length   a function has at most 80 lines without its docstring
     environment       only accel_state/environ.py touches the environment
     environment-read  only the command and the places in the list of exceptions ask that module
     labels            only accel_state/labels.py compares a DistributedType
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 EXCEPTIONS = Path(__file__).with_suffix(".toml")
-MAX_MODULE = 800
-MAX_FUNCTION = 80
 VAGUE = {"utils", "helpers", "misc", "common", "util", "helper"}
 GENERIC = {"one", "mine", "theirs", "found", "rest"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -68,10 +64,9 @@ class Breach:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A Python file of the workspace: its path from the root, its lines, its syntax tree."""
+    """A Python file of the workspace: its path from the root, its syntax tree."""
 
     path: str
-    lines: int
     tree: ast.Module
 
     @property
@@ -113,8 +108,7 @@ def sources() -> Iterator[Source]:
     """The shipped modules, the tools and the harness."""
     for pattern in ("packages/*/src/**/*.py", "tools/**/*.py", "tests-integration/harness/*.py"):
         for path in sorted(ROOT.glob(pattern)):
-            text = path.read_text()
-            yield Source(path.relative_to(ROOT).as_posix(), text.count("\n"), ast.parse(text))
+            yield Source(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text()))
 
 
 def check_sources(files: Iterable[Source]) -> Iterator[Breach]:
@@ -122,29 +116,6 @@ def check_sources(files: Iterable[Source]) -> Iterator[Breach]:
     for source in files:
         for rule in RULES:
             yield from rule(source)
-
-
-def module_length(source: Source) -> Iterator[Breach]:
-    """A module has at most 800 lines."""
-    if source.lines > MAX_MODULE:
-        yield Breach("module-length", source.path, f"{source.lines} lines, {MAX_MODULE} are allowed")
-
-
-def function_length(source: Source) -> Iterator[Breach]:
-    """A function has at most 80 lines without its docstring."""
-    for node in ast.walk(source.tree):
-        if not isinstance(node, FUNCTIONS) or node.end_lineno is None:
-            continue
-        length = node.end_lineno - node.lineno + 1
-        if ast.get_docstring(node, clean=False) is not None:
-            text = node.body[0]
-            length -= (text.end_lineno or text.lineno) - text.lineno + 1
-        if length > MAX_FUNCTION:
-            yield Breach(
-                "function-length",
-                f"{source.path}::{node.name}",
-                f"{length} lines, {MAX_FUNCTION} are allowed",
-            )
 
 
 def environment(source: Source) -> Iterator[Breach]:
@@ -399,8 +370,6 @@ def hidden_export(root: Path) -> Iterator[Breach]:
 
 
 RULES: tuple[Callable[[Source], Iterator[Breach]], ...] = (
-    module_length,
-    function_length,
     environment,
     environment_read,
     labels,
