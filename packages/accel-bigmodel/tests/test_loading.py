@@ -599,9 +599,8 @@ def test_names_in_messages_are_few_and_short(tmp_path):
 @pytest.mark.parametrize(
     "entry",
     [
-        {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]},
+        {"dtype": "F33", "shape": [2], "data_offsets": [0, 1]},
         {"dtype": "D" * 3000, "shape": [2], "data_offsets": [0, 1]},
-        {"dtype": "U8", "shape": [1], "data_offsets": [0, 1], "z" * 3000: 1},
     ],
 )
 def test_names_of_damaged_files_are_short(tmp_path, entry):

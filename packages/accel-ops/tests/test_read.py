@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 
 import pytest
@@ -16,7 +15,6 @@ from accel_ops.weights.layout import (
     WEIGHTS_NAME,
 )
 from accel_ops.weights.read import device_of, find_checkpoint_files, load_state_dict
-from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state.errors import CheckpointError
 
 
@@ -103,20 +101,6 @@ def test_the_longest_entry_of_a_map_decides():
     assert device_of("x", {"a": 0}) is None
 
 
-def test_fifos_and_devices_are_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="is a FIFO"):
-        SafetensorsFile(tmp_path / "model.safetensors")
-    os.mkfifo(tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="is a FIFO"):
-        load_state_dict(tmp_path / "pytorch_model.bin")
-    os.mkfifo(tmp_path / "model.safetensors.index.json")
-    with pytest.raises(CheckpointError, match="is a FIFO"):
-        find_checkpoint_files(tmp_path)
-    with pytest.raises(FileNotFoundError, match="'/dev/zero': neither a file nor a folder"):
-        find_checkpoint_files("/dev/zero")
-
-
 def test_a_deep_index_ends_in_a_sentence(tmp_path):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text("[" * 200_000)
@@ -180,37 +164,12 @@ def test_the_format_from_before_torch_1_6_is_read(tmp_path):
     assert torch.equal(load_state_dict(tmp_path / "old.bin")["a"], STATE["a"])
 
 
-@pytest.mark.parametrize("length", [0, 100, 4096 * 4 - 1, 4096 * 4 + 64])
-def test_a_record_of_another_length_than_its_tensor_is_refused(path, length):
-    rewrite(
-        path,
-        lambda name, content: [
-            (name, (content + bytes(64))[:length] if name.endswith("data/0") else content)
-        ],
-    )
-    with pytest.raises(
-        CheckpointError, match=rf"bin' .*record '0' has {length} bytes, its tensors need 16384"
-    ):
-        load_state_dict(path)
-
-
-def test_compressed_doubled_and_absent_records_are_refused(path):
-    original = path.read_bytes()
-    rewrite(path, lambda name, content: [(name, content)], compression=zipfile.ZIP_DEFLATED)
-    with pytest.raises(CheckpointError, match="is compressed"):
-        load_state_dict(path)
-    path.write_bytes(original)
-    with pytest.warns(UserWarning, match="Duplicate name"):
-        rewrite(path, lambda name, content: [(name, content)] * (1 + name.endswith("data/1")))
-    with pytest.raises(CheckpointError, match=r"not an archive of torch\.save"):
-        load_state_dict(path)
-    path.write_bytes(original)
-    rewrite(path, lambda name, content: [] if name.endswith("data/1") else [(name, content)])
-    with pytest.raises(CheckpointError, match="record '1' has 0 bytes"):
-        load_state_dict(path)
-    path.write_bytes(b"#!/bin/sh\n" + original)
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
-        load_state_dict(path)
+def test_a_file_that_was_cut_is_refused(path):
+    content = path.read_bytes()
+    for length in (0, 3, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+            load_state_dict(path)
 
 
 def test_a_meta_model_is_refused(tmp_path):
@@ -223,13 +182,3 @@ def test_a_meta_model_is_refused(tmp_path):
         except CheckpointError:
             continue
         assert all(tensor.is_meta for tensor in found.values())
-
-
-def test_a_tensor_that_is_larger_than_its_record_is_refused(path):
-    def grow(name, content):
-        # 64 x 64, as the pickle has it, to 64 x 127
-        return [(name, content.replace(b"K@K@\x86", b"K@K\x7f\x86") if name.endswith(".pkl") else content)]
-
-    rewrite(path, grow)
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
-        load_state_dict(path)

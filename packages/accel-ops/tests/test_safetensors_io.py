@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -51,19 +52,13 @@ REFUSED = {
     "offsets as fractions": file_of({"a": {**row(), "data_offsets": [0.0, 16.0]}}),
     "three offsets": file_of({"a": {**row(), "data_offsets": [0, 8, 16]}}),
     "shape of fractions": file_of({"a": {**row(), "shape": [4.0]}}),
-    "shape of booleans": file_of({"a": {**row(0, 4), "shape": [True]}}, DATA[:4]),
     "a text as shape": file_of({"a": {**row(), "shape": "4"}}),
-    "negative zero": file_of(json.dumps({"a": row()}).replace("[0,", "[-0,").encode()),
     "negative shape": file_of({"a": row(shape=(-2, -2))}),
     "a list as dtype": file_of({"a": {**row(), "dtype": ["F32"]}}),
     "an unknown dtype": file_of({"a": {**row(), "dtype": "F33"}}),
     "no dtype": file_of({"a": {"shape": [4], "data_offsets": [0, 16]}}),
-    "a list as metadata": file_of({"__metadata__": ["pt"], "a": row()}),
-    "numbers in metadata": file_of({"__metadata__": {"format": 1}, "a": row()}),
     "NaN": file_of(json.dumps({"a": {**row(), "shape": [float("nan")]}}).encode()),
-    "UTF-16": file_of(json.dumps({"a": row()}).encode("utf-16-le")),
     "no UTF-8": file_of(b'{"\xff":' + json.dumps(row()).encode() + b"}"),
-    "half a surrogate": file_of(b'{"\\ud800":' + json.dumps(row()).encode() + b"}"),
     "deep": file_of(b"[" * 200_000, b""),
     "deep entry": file_of(b'{"a":' * 200_000, b""),
     "a list": file_of(b"[]", b""),
@@ -89,19 +84,16 @@ def test_what_the_library_refuses_is_refused(kind, tmp_path):
         SafetensorsFile(path)
 
 
-@pytest.mark.parametrize(
-    ("header", "reason"),
-    [
-        (b'{"a":%b,"a":%b}' % ((json.dumps(row()).encode(),) * 2), "'a' is there twice"),
-        (b" " + json.dumps({"a": row()}).encode(), "not a table of tensors"),
-        (json.dumps({"a": row(more=[1])}).encode(), "the entry of tensor 'a' is damaged"),
-    ],
-)
-def test_what_the_format_forbids_and_the_library_reads_is_refused(header, reason, tmp_path):
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(file_of(header))
-    with pytest.raises(CheckpointError, match=reason):
-        SafetensorsFile(path)
+def test_elements_of_four_bits_are_read_and_written(tmp_path):
+    packed = torch.arange(6, dtype=torch.uint8).view(2, 3)
+    with (tmp_path / "m.safetensors").open("wb") as file:
+        write_safetensors({"w": packed.view(torch.float4_e2m1fn_x2), "b": torch.ones(2)}, file)
+    ((_, facts),) = (
+        row for row in safetensors.deserialize((tmp_path / "m.safetensors").read_bytes()) if row[0] == "w"
+    )
+    assert (facts["dtype"], facts["shape"], bytes(facts["data"])) == ("F4", [2, 6], bytes(range(6)))
+    found = SafetensorsFile(tmp_path / "m.safetensors").tensor("w")
+    assert (found.dtype, found.view(torch.uint8).tolist()) == (torch.float4_e2m1fn_x2, packed.tolist())
 
 
 @pytest.mark.parametrize(
@@ -129,24 +121,26 @@ def test_what_the_library_reads_is_read_alike(content, tmp_path):
         assert torch.equal(file.tensor(name), file.read(name))
 
 
-def test_a_shape_that_torch_cannot_count_is_refused(tmp_path):
-    path = tmp_path / "model.safetensors"
-    for shape in [(0, 2**62, 4), (0, 2**63), (1,) * 65]:
-        size = 0 if 0 in shape else 4
-        path.write_bytes(file_of({"a": row(0, size, shape)}, DATA[:size]))
-        with pytest.raises(CheckpointError, match="the entry of tensor 'a' is damaged"):
-            SafetensorsFile(path)
-
-
-def test_a_file_that_was_replaced_since_its_header_was_read_is_refused(tmp_path):
+@pytest.mark.skipif(sys.platform == "win32", reason="a file that is open cannot be replaced there")
+def test_a_file_that_is_replaced_stays_what_it_was_for_those_who_opened_it(tmp_path):
     path, other = tmp_path / "model.safetensors", tmp_path / "other"
     path.write_bytes(file_of({"a": row()}))
     file = SafetensorsFile(path)
-    other.write_bytes(file_of({"aa": row()}))
+    other.write_bytes(file_of({"aa": row()}, bytes(16)))
     other.replace(path)
-    for read in (file.tensor, file.read):
-        with pytest.raises(CheckpointError, match=r"model\.safetensors' was replaced or resized"):
-            read("a")
+    for read in (file.read, file.tensor):
+        assert read("a").tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_threads_read_from_one_open_file_without_a_lock(tmp_path):
+    save_file(
+        {f"w{number}": torch.full((1 << 18,), float(number)) for number in range(8)},
+        tmp_path / "m.safetensors",
+    )
+    file = SafetensorsFile(tmp_path / "m.safetensors")
+    with ThreadPoolExecutor(8) as pool:
+        for number, tensor in enumerate(pool.map(file.read, [f"w{number}" for number in range(8)] * 4)):
+            assert bool((tensor == number % 8).all())
 
 
 def test_cleaning_keeps_parts_of_a_storage_and_drops_second_names(caplog):
@@ -248,9 +242,7 @@ def test_weights_of_another_user_are_read_ahead():
         assert int(done.stdout) >= 4096  # KiB, all of it
 
 
-KNOWN = sorted(
-    (dtype for dtype in DTYPES.values() if dtype != getattr(torch, "float8_e8m0fnu", None)), key=str
-)
+KNOWN = sorted({*DTYPES.values()} - {torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}, key=str)
 
 
 def content(tensor):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel_ops.tree import recursively_apply
-from accel_ops.weights.read import check_records
 from accel_ops.weights.safetensors_io import ByteSink, SafetensorsFile, as_bytes, fill_from, make_header
 from accel_state.errors import CheckpointError, first_line
 from accel_state.files import open_regular
@@ -151,7 +150,6 @@ def lazy_torch_file(
     *,
     part: tuple[int, int] | None = None,
     load: Callable[[Any], Any] | None = None,
-    checked: bool = True,
 ) -> Any:
     """Read a file of `torch.save` with lazy tensors in place of its tensors.
 
@@ -160,8 +158,6 @@ def lazy_torch_file(
         part: Offset and length of the data that `torch.save` wrote, if the file has more.
         load: Reads an open file as `torch.load` does, without executing code from it; by default it accepts
             tensors and plain containers.
-        checked: Whether to compare each record with its tensors; all of them must then be readable by
-            PyTorch 1.6 and later.
 
     Raises:
         CheckpointError: The file is damaged, or holds more than tensors and plain containers.
@@ -172,8 +168,6 @@ def lazy_torch_file(
             file = opened if part is None else _FilePart(opened, *part)
             if file.read(2) != b"PK":
                 raise ValueError("it was saved by a version of PyTorch before 1.6")
-            if checked:
-                check_records(cast("IO[bytes]", file), has_checksum=False)
             file.seek(0)
             with FakeTensorMode():
                 tree = load(file)

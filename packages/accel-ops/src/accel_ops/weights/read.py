@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickletools
-import zipfile
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any, cast
 
@@ -23,7 +21,7 @@ from accel_ops.weights.layout import (
 from accel_ops.weights.mapped import can_replace_mapped
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state.errors import CheckpointError, first_line, some_of
-from accel_state.files import JSON_LIMIT, any_path, open_regular, read_json
+from accel_state.files import any_path, open_regular, read_json
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemotePath
 
@@ -200,148 +198,26 @@ def load_bin(path: AnyPath, *, mapped: bool = False) -> dict[str, Tensor]:
     Raises:
         CheckpointError: The file is damaged, or holds more than plain tensors.
     """
-    try:
-        with open_regular(path) as file:
-            is_zip = file.read(len(_ZIP)) == _ZIP
-            if is_zip:
-                check_records(file)
-            if isinstance(path, RemotePath):
-                file.seek(0)
-                state_dict = torch.load(file, map_location="cpu", weights_only=True)
-            else:
-                state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip and mapped)
-    except (OSError, CheckpointError):
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be loaded: it is damaged, or it holds more than tensors and would have to "
-            f"run code to load. Save it again, best as safetensors. ({first_line(error)})"
-        ) from error
+    with open_regular(path) as file:
+        is_zip = file.read(len(_ZIP)) == _ZIP
+        file.seek(0)
+        source, mmap = (file, False) if isinstance(path, RemotePath) else (path, is_zip and mapped)
+        try:
+            state_dict = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+        except Exception as error:
+            raise CheckpointError(
+                f"{str(path)!r} cannot be loaded: it is damaged, or it holds more than tensors and would "
+                f"have to run code to load. Save it again, best as safetensors. ({first_line(error)})"
+            ) from error
     if not isinstance(state_dict, dict):
         raise CheckpointError(f"{str(path)!r} holds a {type(state_dict).__name__!r}, not a state dict")
     return cast("dict[str, Tensor]", state_dict)
 
 
 def is_mappable(path: Path) -> bool:
-    """Return whether `torch.load(mmap=True)` reads a file correctly, that is, only within its records.
-
-    Other files, such as damaged ones or files of torch before 1.6, must be read in full. The checksum of the
-    pickle is not compared: checkpoints have better checksums in their manifest, and none in the archive.
-    """
+    """Return whether `torch.load(mmap=True)` reads a file: files of torch before 1.6 must be read in full."""
     with open_regular(path) as file:
-        if file.read(len(_ZIP)) != _ZIP:
-            return False
-        try:
-            check_records(file, has_checksum=False)
-        except Exception:  # noqa: BLE001 - a damaged archive or pickle may raise anything
-            return False
-    return True
+        return file.read(len(_ZIP)) == _ZIP
 
 
 _ZIP = b"PK\x03\x04"
-_LOCAL_HEADER = 30
-_ITEM_SIZES = {
-    "DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2,
-    "LongStorage": 8, "IntStorage": 4, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1,
-    "BoolStorage": 1,
-    "ComplexDoubleStorage": 16, "ComplexFloatStorage": 8, "UntypedStorage": 1,
-    "QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1, "QUInt2x4Storage": 1,
-}  # fmt: skip
-
-
-def check_records(file: IO[bytes], *, has_checksum: bool = True) -> None:
-    """Raise a ValueError if a record of an archive differs in size from the storage in its pickle.
-
-    `torch.load` with `mmap` does not compare them: it reads beyond a record that is too short.
-    """
-    with zipfile.ZipFile(file) as archive:
-        rows = archive.infolist()
-        records = {row.filename: row for row in rows}
-        top = rows[0].filename.partition("/")[0] if rows else ""
-        pickled = records.get(f"{top}/data.pkl")
-        if len(records) < len(rows) or pickled is None or rows[0].header_offset:
-            raise ValueError("it is not an archive of torch.save")
-        if pickled.file_size > JSON_LIMIT:
-            raise ValueError(f"its pickle is larger than {JSON_LIMIT} bytes")
-        _stored_bytes(archive, pickled)
-        content = archive.read(pickled) if has_checksum else _raw_content(file, pickled)
-        for key, size in set(_storages(content)):
-            record = records.get(f"{top}/data/{key}")
-            stored = None if record is None else _stored_bytes(archive, record)
-            if stored != size:
-                raise ValueError(f"record {key!r} has {stored or 0} bytes, its tensors need {size}")
-
-
-def _stored_bytes(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> int:
-    """Return the bytes of a record that can be mapped, that is, uncompressed and complete."""
-    with archive.open(record):  # Opening compares the record with the header in front of it.
-        pass
-    end = record.header_offset + _LOCAL_HEADER + len(record.filename) + record.file_size
-    if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
-        raise ValueError(f"record {record.filename!r} is compressed")
-    if end > archive.start_dir:
-        raise ValueError(f"record {record.filename!r} is not whole")
-    return record.file_size
-
-
-def _raw_content(file: IO[bytes], record: zipfile.ZipInfo) -> bytes:
-    """Read an uncompressed record, whose checksum may be absent."""
-    file.seek(record.header_offset)
-    header = file.read(_LOCAL_HEADER)
-    # The lengths of the name and of the padding after it:
-    # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
-    lengths = (int.from_bytes(header[begin : begin + 2], "little") for begin in (26, 28))
-    file.seek(record.header_offset + _LOCAL_HEADER + sum(lengths))
-    return file.read(record.file_size)
-
-
-def _storages(pickled: bytes) -> Iterator[tuple[str, int]]:
-    """Parse a pickle without executing it; yield key and bytes of every storage."""
-    stack: list[Any] = []
-    memo: dict[Any, Any] = {}
-    for opcode, arg, _ in pickletools.genops(pickled):
-        name = opcode.name
-        if name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif "PUT" in name:
-            memo[arg] = stack[-1]
-        elif "GET" in name:
-            stack.append(memo[arg])
-        elif name == "BINPERSID":
-            yield _storage(stack[-1])
-        else:
-            _apply(stack, opcode, arg)
-
-
-def _apply(stack: list[Any], opcode: pickletools.OpcodeInfo, arg: Any) -> None:
-    """Apply a pickle opcode to a stack; objects other than strings, numbers and tuples become None."""
-    operands = opcode.stack_before
-    if pickletools.markobject in operands:
-        mark = len(stack) - 1 - stack[::-1].index(pickletools.markobject)
-        items = stack[mark + 1 :]
-        del stack[mark:]
-        operands = operands[: operands.index(pickletools.markobject)]
-    else:
-        items = stack[len(stack) - len(operands) :]
-    if len(operands) > len(stack):
-        raise ValueError("its pickle is damaged")
-    del stack[len(stack) - len(operands) :]
-    if opcode.name.startswith("TUPLE"):
-        stack.append(tuple(items))
-    elif opcode.name == "MARK":
-        stack.append(pickletools.markobject)
-    elif opcode.name == "DUP":
-        stack += [items[0]] * 2
-    else:
-        stack += [arg] * len(opcode.stack_after)
-
-
-def _storage(saved: Any) -> tuple[str, int]:
-    match saved:
-        case ("storage", str(kind), str(key), str(), int(count)) if count >= 0:
-            module, _, name = kind.rpartition(" ")
-            if module in ("torch", "torch.storage") and name in _ITEM_SIZES:
-                return key, count * _ITEM_SIZES[name]
-        case _:
-            pass
-    raise ValueError(f"its pickle names {str(saved)[:100]!r} in place of a storage")

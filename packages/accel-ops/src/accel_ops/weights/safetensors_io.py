@@ -1,8 +1,8 @@
 """Map and write safetensors files: `SafetensorsFile`, `write_safetensors`, `create_safetensors`.
 
-The format: https://github.com/huggingface/safetensors#format. The safetensors library validates headers.
-Tensors are mapped by this module: the library maps without `MAP_NORESERVE`, so that Linux rejects a file
-larger than the host's memory, and its mappings can be neither prefetched nor evicted.
+The format: https://github.com/huggingface/safetensors#format. Headers are read and tensors mapped here: the
+safetensors library returns no offsets, reads no object stores, and maps without `MAP_NORESERVE`, so that
+Linux rejects a file larger than the host's memory.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import math
 import mmap
 import os
 import sys
-import tempfile
+import weakref
 from collections.abc import Iterable, Mapping
 from io import BufferedReader, FileIO
+from operator import index
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from accel_ops.weights.mapped import can_replace_mapped
 from accel_ops.weights.tensors import is_dense, tensor_memory
-from accel_state.errors import CheckpointError, some_of
-from accel_state.files import JSON_LIMIT, libc, open_regular, parse_json
+from accel_state.errors import CheckpointError, first_line, some_of
+from accel_state.files import libc, open_regular
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemoteFile, RemotePath
 
@@ -40,19 +41,21 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool, "C64": torch.complex64,
+    "BOOL": torch.bool, "C64": torch.complex64, "F4": torch.float4_e2m1fn_x2,
 }  # fmt: skip
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
+_HEADER_LIMIT = 100_000_000  # bytes, of the format
 
 
 class SafetensorsFile:
     """A safetensors file whose tensors are read in place.
 
     Tensors are private, copy-on-write views: writing to one never changes the file. They stay valid after the
-    object is deleted, unless the file is truncated; replacing the file (`os.replace`, as accel's writers do)
-    does not change them. Tensors of a file on an object store are copies in memory.
+    object is deleted, unless the file is truncated. The file stays open: if it is replaced (`os.replace`, as
+    by accel's writers), the old one is read, except on Windows, where an open file could not be replaced.
+    Tensors of a file on an object store are copies in memory.
 
     Args:
         path: The file.
@@ -63,7 +66,7 @@ class SafetensorsFile:
         metadata: The header's `__metadata__`.
 
     Raises:
-        CheckpointError: The safetensors library rejects the file.
+        CheckpointError: The file is not a safetensors file, or is damaged.
         FileNotFoundError: The file does not exist.
     """
 
@@ -74,12 +77,15 @@ class SafetensorsFile:
             self._version = self.path.version()
             self._remote = self.path.open()
             self.size = self._remote.size
-            self.entries, self.metadata = _read_remote_header(self._remote, self.path)
+            self.entries, self.metadata = _read_header(self._remote, self.size, self.path)
             return
         with open_regular(self.path) as file:
-            self._identity = _identity(os.fstat(file.fileno()))
-            self.size = self._identity[-1]
-            self.entries, self.metadata = _read_header(file, self.path, self.size, str(self.path))
+            self.size = os.fstat(file.fileno()).st_size
+            self.entries, self.metadata = _read_header(file, self.size, self.path)
+            self._descriptor = None
+            if can_replace_mapped():
+                self._descriptor = os.dup(file.fileno())
+                weakref.finalize(self, os.close, self._descriptor)
 
     def tensor(self, name: str) -> Tensor:
         """Map one tensor: no bytes are read until they are used."""
@@ -105,7 +111,10 @@ class SafetensorsFile:
         if isinstance(self.path, RemotePath):
             self._remote.read_at(_memory_of(target), begin)
             return
-        with self._open() as file:
+        if self._descriptor is not None:
+            fill_from(self._descriptor, target, begin, self.path)
+            return
+        with open_regular(self.path) as file:
             fill_from(file, target, begin, self.path)
 
     def check_unchanged(self) -> None:
@@ -142,20 +151,12 @@ class SafetensorsFile:
         self._advise(getattr(mmap, "MADV_DONTNEED", None), begin, min(end, self.size))
 
     def _mapping(self) -> mmap.mmap:
-        if self._map is None:
-            with self._open() as file:
-                self._map = _map_private(file, self.size)
+        if self._map is None and self._descriptor is not None:
+            self._map = _map_private(self._descriptor, self.size)
+        elif self._map is None:
+            with open_regular(self.path) as file:
+                self._map = _map_private(file.fileno(), self.size)
         return self._map
-
-    def _open(self) -> BufferedReader:
-        """Open the file; raise if it was replaced since its header was read."""
-        file = open_regular(self.path)
-        try:
-            _check_identity(os.fstat(file.fileno()), self._identity, self.path)
-        except CheckpointError:
-            file.close()
-            raise
-        return file
 
     def _populate(self, begin: int, length: int) -> bool:
         """Fault pages in, through ctypes, which releases the GIL; the mmap module does not."""
@@ -163,8 +164,6 @@ class SafetensorsFile:
         if library is None:
             return False
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping(), begin))
-        if _is_present(address, length):
-            return True
         return library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _POPULATE_READ) == 0
 
     def _advise(self, advice: int | None, begin: int, end: int) -> None:
@@ -192,105 +191,56 @@ class HeaderEntry:
         return self.end - self.begin
 
 
-_FIELDS = {"dtype", "shape", "data_offsets"}
-_INT64_MAX = 2**63 - 1
-_MAX_DIMS = 64  # The limit of torch's operators.
-
-
-def _read_remote_header(file: RemoteFile, path: RemotePath) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """Read a header through a local sparse file with the same header and size.
-
-    Raises:
-        CheckpointError: As in `_read_header`.
-    """
-    length = int.from_bytes(file.read(8) or b"", "little")
-    if length > min(JSON_LIMIT, file.size):
-        raise CheckpointError(f"{str(path)!r} is not a safetensors file, or is truncated or damaged")
-    file.seek(0)
-    with tempfile.TemporaryDirectory(prefix="accel-header-") as folder:
-        local = Path(folder) / "header.safetensors"
-        local.write_bytes(file.read(8 + length) or b"")
-        os.truncate(local, file.size)
-        with local.open("rb") as copy:
-            return _read_header(copy, local, file.size, str(path))
-
-
 def _read_header(
-    file: BinaryIO, path: Path, size: int, name: str
+    file: BufferedReader | RemoteFile, size: int, path: AnyPath
 ) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     """Read the byte range of each tensor, in the header's order, and the header's `__metadata__`.
 
     Raises:
-        CheckpointError: The header is invalid, or does not cover the file.
+        CheckpointError: The tensors do not cover the file, without gaps or overlaps.
     """
-    # 1. The library validates the header: dtypes, shapes, and offsets that cover the file without gaps or
-    #    overlaps. "np" reserves no memory for its mapping, and no tensor is read.
+    entries: dict[str, HeaderEntry] = {}
     try:
-        with safe_open(path, framework="np"):
-            pass
-    except SafetensorError as error:
-        reason = some_of([str(error).removeprefix("Error while deserializing header: ")], width=300)
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size, _HEADER_LIMIT):
+            raise ValueError(f"its header would have {length} bytes")
+        header, start = json.loads(file.read(length)), 8 + length
+        metadata = header.pop(_METADATA, None) or {}
+        for name, row in header.items():
+            if row["dtype"] not in DTYPES:
+                raise ValueError(
+                    f"the tensor {name!r} has the element type {row['dtype']!r}, which is unknown"
+                )
+            dtype, shape = DTYPES[row["dtype"]], tuple(map(index, row["shape"]))
+            begin, end = map(index, row["data_offsets"])
+            if row["dtype"] == "F4":  # elements are counted there, and bytes of two elements here
+                shape = (*shape[:-1], shape[-1] // 2)
+            entries[name] = HeaderEntry(dtype=dtype, shape=shape, begin=start + begin, end=start + end)
+        end = start
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+            nbytes = math.prod(entry.shape) * entry.dtype.itemsize
+            if entry.begin != end or entry.nbytes != nbytes or min(entry.shape, default=0) < 0:
+                raise ValueError(f"the tensor {name!r} is not where its header says")
+            end = entry.end
+        if end != size:
+            raise ValueError(f"its header describes {end} bytes")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{name!r}, of {size} bytes, is not a safetensors file, or is truncated or damaged: {reason}; "
-            "fetch or save it again"
+            f"{str(path)!r}, of {size} bytes, is not a safetensors file, or is truncated or damaged: "
+            f"{some_of([first_line(error)], width=300)}; fetch or save it again"
         ) from error
-    _check_identity(path.stat(), _identity(os.fstat(file.fileno())), path)
-    # 2. The offsets are read here, since the library does not return them.
-    length = int.from_bytes(file.read(8), "little")
-    raw = file.read(length)
-    header = parse_json(raw, name, what="safetensors file", object_pairs_hook=_refuse_repeated)
-    if not raw.startswith(b"{"):
-        raise CheckpointError(f"{name!r} has a safetensors header that is not a table of tensors")
-    metadata = header.pop(_METADATA, None) or {}
-    start = 8 + length
-    return {tensor: _header_entry(name, tensor, row, start) for tensor, row in header.items()}, metadata
-
-
-def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raise if a name is repeated, which the format forbids but the library accepts."""
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in table if names.count(name) > 1)
-        raise ValueError(f"{repeated!r} is there twice")
-    return table
-
-
-def _header_entry(path: str, name: str, row: dict[str, Any], start: int) -> HeaderEntry:
-    shape, dtype = tuple[int, ...](row["shape"]), DTYPES.get(row["dtype"])
-    if dtype is None:
-        raise CheckpointError(
-            f"{path!r}: tensor {some_of([name])!r} has element type {row['dtype']!r}, unknown to this torch"
-        )
-    # An empty tensor may have any size in its other dims, within torch's limits.
-    count = math.prod(max(length, 1) for length in shape)
-    if row.keys() != _FIELDS or len(shape) > _MAX_DIMS or count * 16 > _INT64_MAX:
-        raise CheckpointError(
-            f"{path!r}: the entry of tensor {some_of([name])!r} is damaged: {some_of([str(row)])!r}; "
-            "fetch or save it again"
-        )
-    begin, end = row["data_offsets"]
-    return HeaderEntry(dtype=dtype, shape=shape, begin=start + begin, end=start + end)
-
-
-def _identity(facts: os.stat_result) -> tuple[int, int, int]:
-    return facts.st_dev, facts.st_ino, facts.st_size
-
-
-def _check_identity(facts: os.stat_result, identity: tuple[int, int, int], path: AnyPath) -> None:
-    if _identity(facts) != identity:
-        raise CheckpointError(f"{str(path)!r} was replaced or resized while it was read; load it again")
+    return entries, metadata
 
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
-def _map_private(file: BinaryIO, size: int) -> mmap.mmap:
+def _map_private(descriptor: int, size: int) -> mmap.mmap:
     if sys.platform == "linux":
         # Without a reservation, else the kernel rejects a private mapping larger than its memory.
         flags = mmap.MAP_PRIVATE | _NO_RESERVE
-        return mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+        return mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
 
 
 def _page_runs(entries: Iterable[HeaderEntry]) -> list[tuple[int, int]]:
@@ -310,43 +260,26 @@ def _page_runs(entries: Iterable[HeaderEntry]) -> list[tuple[int, int]]:
 _POPULATE_READ = 22
 
 
-_PROBES = 16
-_PAGEMAP = Path("/proc/self/pagemap")
-
-
-def _is_present(address: int, length: int) -> bool:
-    """Return whether some sampled pages of a range are mapped in this process's page table.
-
-    Walking all of its pages costs as much as computing.
-    mincore() cannot be used: it reports every page of another user's file as resident. Bit 63 of an entry of
-    pagemap is readable by all users: https://docs.kernel.org/admin-guide/mm/pagemap.html.
-    """
-    first, last = address // mmap.PAGESIZE, (address + length - 1) // mmap.PAGESIZE
-    try:
-        with _PAGEMAP.open("rb", buffering=0) as table:
-            for number in {first + (last - first) * part // _PROBES for part in range(_PROBES + 1)}:
-                table.seek(8 * number)
-                if not int.from_bytes(table.read(8), sys.byteorder) >> 63:
-                    return False
-    except OSError:
-        return False
-    return True
-
-
 _READ_SIZE = 16 << 20
 
 
-def fill_from(file: BufferedReader | FileIO, target: Tensor, begin: int, path: AnyPath) -> None:
-    """Fill a flat uint8 tensor on the CPU with the bytes of an open file from `begin` on.
+def fill_from(file: BufferedReader | FileIO | int, target: Tensor, begin: int, path: AnyPath) -> None:
+    """Fill a flat uint8 tensor on the CPU with the bytes of a file from `begin` on.
+
+    The file is open, or a descriptor, from which several threads may read at once.
 
     Raises:
         CheckpointError: The file ends before the tensor is full.
     """
     count, done = target.numel(), 0
     view = _memory_of(target)
-    file.seek(begin)
     while done < count:
-        got = file.readinto(view[done : done + _READ_SIZE])
+        part = view[done : done + _READ_SIZE]
+        if isinstance(file, int):
+            got = os.preadv(file, [part], begin + done)
+        else:
+            file.seek(begin + done)
+            got = file.readinto(part)
         if not got:
             raise CheckpointError(f"{str(path)!r} ends at byte {begin + done}; fetch it again")
         done += got
@@ -496,7 +429,8 @@ def make_header(
         if dtype not in DTYPE_NAMES:
             raise CheckpointError(f"safetensors have no element type for {name!r}, which is {dtype}.")
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        table[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        counts = [*shape[:-1], shape[-1] * 2] if DTYPE_NAMES[dtype] == "F4" else [*shape]
+        table[name] = {"dtype": DTYPE_NAMES[dtype], "shape": counts, "data_offsets": [begin, end]}
         spans.append((begin, end))
     header = json.dumps(table, separators=(",", ":")).encode()
     header += b" " * (-(len(header) + 8) % alignment)

@@ -108,9 +108,7 @@ def _lazy_tensor(folder: AnyPath, index: Metadata, key: str, metadata: TensorSto
 def _lazy_chunk(
     folder: AnyPath, stored: Any, key: str, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> LazyTensor:
-    chunk = lazy_torch_file(
-        folder / str(stored.relative_path), part=(stored.offset, stored.length), checked=False
-    )
+    chunk = lazy_torch_file(folder / str(stored.relative_path), part=(stored.offset, stored.length))
     if not isinstance(chunk, LazyTensor) or (chunk.shape, chunk.dtype) != (sizes, dtype):
         raise CheckpointError(f"{str(folder)!r}: the file of {key!r} is not what its index says.")
     return chunk
