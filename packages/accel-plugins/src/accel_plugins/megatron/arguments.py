@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from inspect import unwrap
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,56 +27,13 @@ _RENAMED: Mapping[str, str] = {
     "sequence_parallelism": "sequence_parallel",
     "gradient_clipping": "clip_grad",
 }
-_SAME = (
-    "pipeline_model_parallel_split_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "use_distributed_optimizer",
-    "num_micro_batches",
-    "consumed_samples",
-    "no_wd_decay_cond",
-    "scale_lr_cond",
-    "lr_mult",
-    "megatron_dataset_flag",
-    "eval_iters",
-    "eval_interval",
-    "use_custom_fsdp",
-    "no_load_optim",
-    "eod_mask_loss",
-    "no_save_optim",
-    "optimizer_cpu_offload",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "use_precision_aware_optimizer",
-    "decoder_last_pipeline_num_layers",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "attention_backend",
-    "expert_model_parallel_size",
-    "context_parallel_size",
-    "attention_dropout",
-    "hidden_dropout",
-    "attention_softmax_in_fp32",
-    "expert_tensor_parallel_size",
-    "calculate_per_token_loss",
-    "use_rotary_position_embeddings",
-)
-_OF_SCHEDULES = (
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_warmup_fraction",
-    "weight_decay_incr_style",
-    "start_weight_decay",
-    "end_weight_decay",
-    "min_lr",
-)
 
 
 def base_args(plugin: MegatronLMPlugin) -> dict[str, Any]:
     """Return the arguments known before preparation, including `other_megatron_args`."""
-    args = {argument: getattr(plugin, field) for field, argument in _RENAMED.items()}
-    args |= {name: getattr(plugin, name) for name in _SAME}
-    return args | (plugin.other_megatron_args or {})
+    values = {field.name: getattr(plugin, field.name) for field in fields(plugin)}
+    args = {_RENAMED.get(name, name): value for name, value in values.items()}
+    return args | (args.pop("other_megatron_args") or {})
 
 
 def precision_args(mixed_precision: str) -> dict[str, Any]:
@@ -137,7 +95,6 @@ def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
 def schedule_args(plugin: MegatronLMPlugin, scheduler: MegatronLMDummyScheduler) -> dict[str, Any]:
     """Convert the schedule to Megatron's arguments."""
     ranks = getattr(plugin, "data_parallel_size", 1)
-    args = {name: getattr(plugin, name) for name in _OF_SCHEDULES}
     steps, samples = plugin.train_iters, plugin.train_samples
     if steps is None and samples is None:
         if scheduler.total_num_steps is None:
@@ -153,7 +110,7 @@ def schedule_args(plugin: MegatronLMPlugin, scheduler: MegatronLMDummyScheduler)
             warmup_samples = warmup * getattr(plugin, "global_batch_size", 1)
         else:
             warmup_steps = warmup
-    return args | {
+    return {
         "train_iters": steps,
         "train_samples": samples,
         "lr_warmup_iters": warmup_steps or 0,

@@ -379,78 +379,28 @@ def is_number(value: object, low: float = 0.0, high: float = math.inf) -> bool:
     )
 
 
-def _optional(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or holds(value)
-
-
-_ROWS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    name: (wanted, holds)
-    for names, wanted, holds in (
-        (
-            (
-                *(name for name, value in DEFAULTS.items() if isinstance(value, bool)),
-                "is_train_batch_min",
-                "megatron_dataset_flag",
-                "set_all_logging_options",
-                "return_logits",
-            ),
-            "True or False",
-            lambda value: isinstance(value, int) and value in {0, 1},
-        ),
-        (("use_rotary_position_embeddings",), "True, False or None", {None, True, False}.__contains__),
-        (
-            (
-                *(name for name, value in DEFAULTS.items() if type(value) is int),
-                "eval_iters",
-                "eval_interval",
-            ),
-            "a whole number above 0",
-            partial(is_count, least=1),
-        ),
-        (
-            (
-                "decoder_last_pipeline_num_layers",
-                "recompute_num_layers",
-                "num_layers_per_virtual_pipeline_stage",
-                "train_iters",
-                "train_samples",
-                "lr_decay_iters",
-                "lr_decay_samples",
-                *LENGTHS,
-            ),
-            "a whole number above 0, or None",
-            _optional(partial(is_count, least=1)),
-        ),
-        (
-            ("lr_warmup_iters", "lr_warmup_samples"),
-            "a whole number, 0 or more, or None",
-            _optional(partial(is_count, least=0)),
-        ),
-        (
-            ("attention_dropout", "hidden_dropout", "lr_warmup_fraction"),
-            "a number from 0 to 1, or None",
-            _optional(partial(is_number, high=1)),
-        ),
-        (("gradient_clipping", "min_lr", "lr_mult"), "a number, 0 or more", is_number),
-        (("start_weight_decay", "end_weight_decay"), "a number, 0 or more, or None", _optional(is_number)),
-        (("no_wd_decay_cond", "scale_lr_cond", *OWN_CODE), "something to call, or None", _optional(callable)),
-        (
-            ("custom_train_step_kwargs", "other_megatron_args"),
-            "a dictionary, or None",
-            lambda value: isinstance(value, dict | None),
-        ),
-        (
-            ("consumed_samples",),
-            "a list of whole numbers, one for each loader",
-            lambda value: (
-                value is None
-                or (isinstance(value, list) and all(is_count(number, least=0) for number in value))
-            ),
-        ),
-        *(((name,), f"one of {words}", words.__contains__) for name, words in _CHOICES.items()),
-    )
-    for name in names
+_FRACTIONS = ("attention_dropout", "hidden_dropout", "lr_warmup_fraction")
+_BY_TYPE: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("True or False", lambda value: isinstance(value, int) and value in {0, 1}),
+    "int": ("a whole number above 0", partial(is_count, least=1)),
+    "float": ("a number, 0 or more", is_number),
+    "Callable[..., Any]": ("something to call", callable),
+    "Callable[..., bool]": ("something to call", callable),
+    "dict[str, Any]": ("a dictionary", lambda value: isinstance(value, dict)),
+    "list[int]": (
+        "a list of whole numbers, one for each loader",
+        lambda value: isinstance(value, list) and all(is_count(number, least=0) for number in value),
+    ),
 }
+_BY_NAME: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    **{name: (f"one of {words}", words.__contains__) for name, words in _CHOICES.items()},
+    **dict.fromkeys(
+        ("lr_warmup_iters", "lr_warmup_samples"), ("a whole number, 0 or more", partial(is_count, least=0))
+    ),
+    **dict.fromkeys(_FRACTIONS, ("a number from 0 to 1", partial(is_number, high=1))),
+    "custom_train_step_class": ("something to call", callable),
+}
+
 
 UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "use_custom_fsdp": (
@@ -502,19 +452,20 @@ _NEEDED = (
 """Fields that another one must accompany, and its least value."""
 
 
-def check_fields(fields: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+def check_fields(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
     """Refuse fields with wrong values, that are not supported or contradict each other."""
-    problems = [
-        f"{sources[name]}: expected {wanted}"
-        for name, (wanted, holds) in _ROWS.items()
-        if not holds(fields[name])
-    ]
+    problems: list[str] = []
+    for field in fields(MegatronLMPlugin):
+        value, kind = values[field.name], str(field.type).removesuffix(" | None")
+        wanted, holds = _BY_NAME.get(field.name) or _BY_TYPE.get(kind) or ("", lambda _: True)
+        if not (value is None and field.default is None) and not holds(value):
+            problems.append(f"{sources[field.name]}: expected {wanted}")
     if problems:
         raise SettingsError("; ".join(problems) + ".")
     for name, (default, instead) in UNSUPPORTED.items():
-        if fields[name] != default:
+        if values[name] != default:
             raise UnsupportedError(f"{sources[name]} is not supported: {instead}.")
-    if problems := [*_contradictions(fields, sources)]:
+    if problems := [*_contradictions(values, sources)]:
         raise SettingsError("; ".join(problems) + ".")
 
 
