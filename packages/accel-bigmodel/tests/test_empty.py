@@ -150,3 +150,13 @@ def test_attributes_of_a_parameter_come_with_it_to_the_meta_device():
         model = Marked()
     assert model.weight.is_meta
     assert model.weight.no_weight_decay is True
+
+
+@pytest.mark.parametrize("include_buffers", [False, True])
+def test_lazy_modules_stay_uninitialised_until_their_first_forward(include_buffers):
+    with init_empty_weights(include_buffers=include_buffers):
+        model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Linear(3, 2))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to("meta")(torch.empty(4, 5, device="meta"))
+    assert [tuple(p.shape) for p in model.parameters()] == [(3, 5), (3,), (3,), (3,), (2, 3), (2,)]
+    assert all(parameter.is_meta for parameter in model.parameters())

@@ -215,7 +215,8 @@ def test_tied_weights_are_loaded_wherever_a_map_sends_their_names(
 @pytest.mark.parametrize("first", ["cpu", "disk"])
 @pytest.mark.parametrize("names", ["0", "2", "both"])
 @pytest.mark.parametrize("start", ["empty", "random"])
-def test_a_module_under_two_names_runs_wherever_a_map_sends_them(tmp_path, first, names, start):
+@pytest.mark.parametrize("buffers", [False, True])
+def test_a_module_under_two_names_runs_wherever_a_map_sends_them(tmp_path, first, names, start, buffers):
     def build():
         shared = nn.BatchNorm1d(4)
         return nn.Sequential(shared, nn.Linear(4, 4), shared).eval()
@@ -228,9 +229,24 @@ def test_a_module_under_two_names_runs_wherever_a_map_sends_them(tmp_path, first
     with init_empty_weights() if start == "empty" else contextlib.nullcontext():
         model = build()
     plan = {"0": first, "1": "cpu", "2": "disk" if first == "cpu" else "cpu"}
-    model = load_checkpoint_and_dispatch(model, tmp_path, plan, offload_folder=tmp_path / "off", strict=True)
+    model = load_checkpoint_and_dispatch(
+        model, tmp_path, plan, offload_folder=tmp_path / "off", strict=True, offload_buffers=buffers
+    )
     for _ in range(2):
         assert torch.allclose(model(inputs), source(inputs), atol=1e-6)
+
+
+def test_weights_that_are_offloaded_already_are_not_left_as_they_are(tmp_path):
+    plan = {"0": "cpu", "1": "disk"}
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    save_file(other.state_dict(), tmp_path / "m.safetensors")
+    x = torch.randn(3, 2)
+    dispatch_model(model, plan, offload_dir=tmp_path / "first")
+    with pytest.raises(SettingsError, match=r"1\.weight, 1\.bias are offloaded, and would keep their values"):
+        load_checkpoint_in_model(model, tmp_path, plan, offload_folder=tmp_path / "second")
+    load_checkpoint_in_model(model, tmp_path)
+    torch.testing.assert_close(model(x), other(x))
 
 
 def test_a041_a_weight_that_is_not_materialised_is_never_random(toy, toy_class, tmp_path, caplog):

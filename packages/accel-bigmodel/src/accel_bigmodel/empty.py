@@ -111,13 +111,17 @@ class _Mover:
         return moved
 
     def buffer(self, module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:  # noqa: ARG002 - the hook's signature
-        return None if buffer is None or self._on_other_thread() else buffer.to(self.device)
+        if buffer is None or buffer.device == self.device or self._on_other_thread():
+            return None
+        return buffer.to(self.device)
 
     def _on_other_thread(self) -> bool:
         return threading.get_ident() != self._thread
 
 
 def _parameter_on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    if isinstance(parameter, nn.UninitializedParameter):
+        return nn.UninitializedParameter(parameter.requires_grad, device, parameter.dtype)
     data = parameter.detach().to(device)
     if type(parameter) is nn.Parameter:
         moved = nn.Parameter(data, requires_grad=parameter.requires_grad)

@@ -22,7 +22,13 @@ from accel_bigmodel.device_map import automatic_device_map, check_device_map
 from accel_bigmodel.dispatch import dispatch_model
 from accel_bigmodel.hooks import M
 from accel_bigmodel.offload import load_offloaded_weight, offload_weight, save_offload_index
-from accel_bigmodel.placement import TensorOwner, set_module_tensor_to_device, sites_of, torch_dtype
+from accel_bigmodel.placement import (
+    OffloadedParameter,
+    TensorOwner,
+    set_module_tensor_to_device,
+    sites_of,
+    torch_dtype,
+)
 from accel_bigmodel.sources import Source, broadcast_sources, open_checkpoint, stored_dtypes
 from accel_ops.weights.layout import convert_bytes
 from accel_ops.weights.mapped import can_replace_mapped
@@ -441,6 +447,7 @@ def load_checkpoint_in_model(
         )
     if device_map is not None:
         check_device_map(model, device_map)
+        _check_not_offloaded(model, device_map)
     assignment = Assignment(
         device_map=device_map,
         offload_folder=offload_folder,
@@ -464,6 +471,21 @@ def load_checkpoint_in_model(
     if index and offload_folder is not None:
         Path(offload_folder).mkdir(parents=True, exist_ok=True)
         save_offload_index(index, offload_folder)
+
+
+def _check_not_offloaded(model: nn.Module, device_map: Mapping[str, Device]) -> None:
+    """Raise if weights for the disk are offloaded: their hooks would go on loading the old values."""
+    offloaded = [
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if isinstance(parameter, OffloadedParameter) and device_of(name, device_map) == "disk"
+    ]
+    if offloaded:
+        raise SettingsError(
+            f"{some_of(offloaded)} are offloaded, and would keep their values: the model is dispatched "
+            "already. Load without a device_map, which sets the new values in memory, or call "
+            "remove_hook_from_submodules(model) first"
+        )
 
 
 def load_checkpoint_and_dispatch(
