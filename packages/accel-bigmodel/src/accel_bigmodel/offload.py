@@ -9,7 +9,6 @@ import os
 import secrets
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from accel_bigmodel.placement import set_module_tensor_to_device, sites_of, torch_dtype
 from accel_ops.weights.layout import OFFLOAD_INDEX_NAME
-from accel_ops.weights.safetensors_io import HeaderEntry, SafetensorsFile, as_bytes, fill_from
+from accel_ops.weights.safetensors_io import SafetensorsFile, as_bytes
 from accel_ops.weights.tensors import tensor_memory
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError, some_of
 from accel_state.files import read_json
@@ -73,94 +72,51 @@ def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
     return index
 
 
-@dataclass(frozen=True, slots=True)
-class FileIdentity:
-    """The identity of the file at a path when it was opened; the path may refer to another file later."""
-
-    path: Path
-    device: int
-    inode: int
-
-
-def file_identity(path: str | os.PathLike[str]) -> FileIdentity:
-    """Return the identity of the file that is currently at a path."""
-    facts = Path(path).stat()
-    return FileIdentity(Path(path), facts.st_dev, facts.st_ino)
-
-
 @frozen
 class StoredTensor:
-    """The storage of an offloaded tensor.
+    """An offloaded tensor between its uses.
 
     Attributes:
+        memory: The tensor as it is stored, in memory or mapped from a file.
         dtype: The dtype in which it is used.
-        memory: The tensor, in memory or mapped.
-        file: The mapped file, if the bytes can be read from it.
-        begin: The offset of the bytes in the file.
+        file: The safetensors file that it is mapped from, if any: large reads are faster than a mapping.
+        name: Its name in that file.
     """
 
-    shape: tuple[int, ...]
-    stored: torch.dtype
-    dtype: torch.dtype
     memory: Tensor
-    file: FileIdentity | None = None
-    begin: int = 0
+    dtype: torch.dtype
+    file: SafetensorsFile | None = None
+    name: str = ""
 
     @property
     def is_cast(self) -> bool:
         """Whether it is stored in another dtype than it is used in."""
-        return self.stored != self.dtype
+        return self.memory.dtype != self.dtype
 
     @property
     def nbytes(self) -> int:
         """Its size in bytes in the stored dtype."""
-        return math.prod(self.shape) * self.stored.itemsize
-
-    @property
-    def cast_nbytes(self) -> int:
-        """Its size in bytes in the dtype in which it is used."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.memory.nbytes
 
     @property
     def key(self) -> tuple[object, ...]:
         """A key that is equal for tied weights: the same bytes, used in the same dtype."""
-        memory, file = self.memory, self.file
+        memory = self.memory
         if not memory.numel():
             return (id(memory),)
-        if file is not None:
-            return (file.device, file.inode, self.begin, self.shape, self.stored, self.dtype)
-        where = (memory.device, memory.data_ptr())
-        return (*where, self.shape, memory.stride(), self.stored, self.dtype)
+        return (memory.device, memory.data_ptr(), memory.shape, memory.stride(), memory.dtype, self.dtype)
 
     def load(self) -> Tensor:
         """Read it into new memory, in the dtype in which it is used."""
-        tensor = torch.empty(self.shape, dtype=self.stored, device="cpu")
-        if self.nbytes:
-            self.read_into(tensor.view(-1).view(torch.uint8), 0)
-        return tensor.to(self.dtype)
+        return (self.memory if self.file is None else self.file.read(self.name)).to(self.dtype)
 
     def read_into(self, target: Tensor, begin: int) -> None:
-        """Fill a flat uint8 tensor on the CPU with the bytes from `begin` on.
-
-        Uses large plain reads if the file is still at its path; otherwise memory or the mapping, which still
-        has the contents of a replaced file.
-        """
-        if self.file is None or not _read(self.file, target, self.begin + begin):
-            flat = self.memory.detach().contiguous().view(-1).view(torch.uint8)
-            target.copy_(flat[begin : begin + target.numel()])
-
-
-def _read(identity: FileIdentity, target: Tensor, begin: int) -> bool:
-    try:
-        file = identity.path.open("rb", buffering=0)
-    except FileNotFoundError:
-        return False
-    with file:
-        facts = os.fstat(file.fileno())
-        if (facts.st_dev, facts.st_ino) != (identity.device, identity.inode):
-            return False
-        fill_from(file, target, begin, identity.path)
-    return True
+        """Fill a flat uint8 tensor on the CPU with the bytes from `begin` on."""
+        if self.file is not None:
+            self.file.read_into(target, self.file.entries[self.name].begin + begin)
+            return
+        flat = self.memory.detach().contiguous().view(-1).view(torch.uint8)
+        target.copy_(flat[begin : begin + target.numel()])
 
 
 SUFFIX = ".dat"
@@ -338,8 +294,8 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         self.index = {} if index is None else index
         self.device = device
         self._files: dict[str, SafetensorsFile] = {}
-        self._identified: dict[str, FileIdentity] = {}
         self._mapped: dict[str, Tensor] = {}
+        self._by_inode: dict[tuple[int, int], Tensor] = {}
 
     def __getitem__(self, key: str) -> Tensor:
         if key in self.state_dict:
@@ -362,63 +318,39 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         """Copy or pickle the tensors in memory; files are opened again, not read."""
         return OffloadedWeightsLoader, (dict(self.state_dict), self.save_folder, self.index, self.device)
 
-    def file_of(self, key: str) -> tuple[SafetensorsFile, str] | None:
-        """Return the safetensors file of a weight and its name there; `None` if it is not in such a file."""
-        entry = self.index.get(key, {})
-        if key in self.state_dict or not entry.get("safetensors_file"):
-            return None
-        path = str(entry["safetensors_file"])
-        if path not in self._files:
-            identity = file_identity(path)
-            self._files[path] = SafetensorsFile(path)
-            self._identified[path] = identity
-        return self._files[path], entry.get("weight_name", key)
-
     def stored(self, key: str) -> StoredTensor:
         """Return the storage of a weight without reading it."""
-        located = self.file_of(key)
-        if located is None:
+        entry = self.index.get(key, {})
+        if key in self.state_dict or not entry.get("safetensors_file"):
             tensor = self[key]
-            return StoredTensor(
-                shape=tuple(tensor.shape),
-                stored=tensor.dtype,
-                dtype=tensor.dtype,
-                memory=tensor,
-                file=None if key in self.state_dict else self._identified[key],
-            )
-        file, name = located
-        entry = _entry(file, name)
-        wanted = torch_dtype(self.index[key].get("dtype")) or entry.dtype
+            return StoredTensor(memory=tensor, dtype=tensor.dtype)
+        path, name = str(entry["safetensors_file"]), entry.get("weight_name", key)
+        if path not in self._files:
+            self._files[path] = SafetensorsFile(path)
+        file = self._files[path]
+        if name not in file.entries:
+            raise CheckpointError(f"{path!r} has no tensor {name!r}, which the offload index names")
+        memory = file.tensor(name)
         return StoredTensor(
-            shape=entry.shape,
-            stored=entry.dtype,
-            dtype=wanted,
-            memory=file.tensor(name),
-            file=self._identified[str(self.index[key]["safetensors_file"])],
-            begin=entry.begin,
+            memory=memory, dtype=torch_dtype(entry.get("dtype")) or memory.dtype, file=file, name=name
         )
 
     def _open(self, key: str, entry: Mapping[str, Any]) -> Tensor:
-        located = self.file_of(key)
-        if located is None:
-            if self.save_folder is None:
-                raise SettingsError(f"{key!r} is in a .dat file: pass its save_folder")
+        if entry.get("safetensors_file"):
+            stored = self.stored(key)
+            if stored.is_cast:
+                return stored.load()  # read each time, or memory would fill
+            self._mapped[key] = stored.memory
+        elif self.save_folder is None:
+            raise SettingsError(f"{key!r} is in a .dat file: pass its save_folder")
+        else:
             path = _tensor_file(Path(self.save_folder), key)
-            self._identified[key] = file_identity(path)
-            self._mapped[key] = load_offloaded_weight(path, entry)
-            return self._mapped[key]
-        file, name = located
-        wanted = torch_dtype(entry.get("dtype"))
-        if wanted not in (None, _entry(file, name).dtype):
-            return self.stored(key).load()  # read each time, or memory would fill
-        self._mapped[key] = file.tensor(name)
+            facts = path.stat()  # tied weights are one file with several names
+            inode = (facts.st_dev, facts.st_ino)
+            if inode not in self._by_inode:
+                self._by_inode[inode] = load_offloaded_weight(path, entry)
+            self._mapped[key] = self._by_inode[inode]
         return self._mapped[key]
-
-
-def _entry(file: SafetensorsFile, name: str) -> HeaderEntry:
-    if name not in file.entries:
-        raise CheckpointError(f"{str(file.path)!r} has no tensor {name!r}, which the offload index names")
-    return file.entries[name]
 
 
 def _link(folder: Path, first: str, name: str) -> bool:

@@ -83,7 +83,7 @@ class _Unit:
         values: dict[str, Tensor] = {}
         for names, stored, begin in self.tensors:
             flat = buffer[begin : begin + stored.nbytes]
-            value = flat.view(stored.stored).view(stored.shape).to(stored.dtype)
+            value = flat.view(stored.memory.dtype).view(stored.memory.shape).to(stored.dtype)
             values.update(dict.fromkeys(names, value))
         return values
 
@@ -243,9 +243,8 @@ class StreamedBlocks:
         files: dict[SafetensorsFile, list[str]] = {}
         values: dict[str, Tensor] = {}
         for names, stored, _ in unit.tensors:
-            located = None if stored.is_cast else self._weights.file_of(names[0])
-            if located is not None:
-                files.setdefault(located[0], []).append(located[1])
+            if stored.file is not None and not stored.is_cast:
+                files.setdefault(stored.file, []).append(stored.name)
             value = stored.load() if stored.is_cast else stored.memory
             values.update(dict.fromkeys(names, value.to(self._device)))
         for file, names in files.items():
@@ -320,7 +319,8 @@ class StreamedBlocks:
             unit.pinned = chunk[used : used + unit.nbytes]
             used += unit.nbytes
             for index, (names, stored, begin) in enumerate(unit.tensors):
-                view = unit.pinned[begin : begin + stored.nbytes].view(stored.stored).view(stored.shape)
+                flat = unit.pinned[begin : begin + stored.nbytes]
+                view = flat.view(stored.memory.dtype).view(stored.memory.shape)
                 view.copy_(stored.memory)
                 # The unpinned tensors are freed with their last reference.
                 unit.tensors[index] = (names, replace(stored, memory=view), begin)
