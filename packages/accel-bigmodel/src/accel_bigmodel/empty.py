@@ -121,7 +121,8 @@ class _Mover:
 
 def _parameter_on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     if isinstance(parameter, nn.UninitializedParameter):
-        return nn.UninitializedParameter(parameter.requires_grad, device, parameter.dtype)
+        lazy: Any = type(parameter)
+        return lazy(requires_grad=parameter.requires_grad, device=device, dtype=parameter.dtype)
     data = parameter.detach().to(device)
     if type(parameter) is nn.Parameter:
         moved = nn.Parameter(data, requires_grad=parameter.requires_grad)
