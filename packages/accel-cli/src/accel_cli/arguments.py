@@ -387,9 +387,7 @@ def selftest() -> Parser:
     )
     _number(made, "--timeout", text, metavar="SECONDS", default=300)
     _switch(made, "--json", text="write the results as JSON")
-    made.add_argument(
-        "--html", metavar="FILE", help="also write an HTML report with charts, readable offline"
-    )
+    made.add_argument("--html", metavar="FILE", help="also write the report as an HTML page")
     _switch(made, "--quiet", "-q", text="show only failures")
     return made
 
@@ -495,7 +493,7 @@ def check() -> Parser:
     made.add_argument(
         "--html",
         metavar="FILE",
-        help="also write an HTML report of collectives and memory by rank, readable offline",
+        help="also write the report as an HTML page",
     )
     _switch(made, "--quiet", "-q", text="show only problems")
     made.add_settings(hidden=True)

@@ -1,4 +1,4 @@
-"""Terminal output: rich tables, or plain text in a pipe; redaction of secrets."""
+"""Output: rich tables on a terminal, plain text in a pipe, or a page; redaction of secrets."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import re
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
+from pathlib import Path
 from typing import Any, TextIO
 
 from accel_state.environ import read
 from accel_state.frozen import frozen
+from accel_state.html_table import html_table
 
 
 @frozen
@@ -23,11 +26,27 @@ class Table:
 
 def show(*items: Table | str, stream: TextIO | None = None) -> None:
     """Write tables and lines to the standard output."""
+    if not items:
+        return
     target = sys.stdout if stream is None else stream
     if is_rich(target, read()):
         _write_rich(items, target)
         return
     target.write("\n".join(as_text(item) if isinstance(item, Table) else item for item in items) + "\n")
+
+
+def write_html(path: str, title: str, items: Iterable[Table | str]) -> None:
+    """Write tables and lines as a page that loads nothing else."""
+    body = (
+        html_table(item.rows, head=item.head, title=item.title)
+        if isinstance(item, Table)
+        else f"<p>{escape(item)}</p>"
+        for item in items
+    )
+    style = "body { font: 15px sans-serif; margin: 2rem } th, td { padding: .2rem .8rem; text-align: left }"
+    head = f"<meta charset='utf-8'><title>{escape(title)}</title><style>{style}</style>"
+    page = f"<!doctype html><html lang='en'><head>{head}</head><body><h1>{escape(title)}</h1>{''.join(body)}"
+    Path(path).write_text(f"{page}</body></html>\n", encoding="utf-8")
 
 
 @contextmanager

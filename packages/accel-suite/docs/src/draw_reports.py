@@ -3,13 +3,11 @@
 
     uv run python packages/accel-suite/docs/src/draw_reports.py [--chromium PATH]
 
-Writes docs/pictures: photographs of the HTML reports of `accel check`,
-`accel test` and `accelerator.profile()`, taken by a headless Chromium.
+Writes docs/pictures/flame.png: a photograph of the page of `accelerator.profile()`, by a headless Chromium.
 """
 
 import argparse
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -19,31 +17,6 @@ from torch import nn
 from accel import Accelerator, ProfileKwargs
 
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"
-SCRIPT = """
-import torch
-from torch import nn
-
-from accel import Accelerator
-
-accelerator = Accelerator()
-model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
-optimizer = torch.optim.AdamW(model.parameters())
-loader = torch.utils.data.DataLoader(torch.randn(512, 1024), batch_size=8)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for batch in loader:
-    loss = model(batch).square().mean()
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    accelerator.gather(loss.detach())
-if accelerator.is_main_process:
-    accelerator.save_state("state")  # a mistake: on one rank only
-accelerator.gather(loss.detach())
-"""
-
-
-def accel(*words: str, folder: Path) -> None:
-    subprocess.run([sys.executable, "-m", "accel_cli", *words], cwd=folder, check=False)
 
 
 def profile(folder: Path) -> None:
@@ -76,12 +49,7 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "train.py").write_text(SCRIPT)
-        accel("check", "--world", "16", "--memory", "1GiB", "--html", "check.html", "train.py", folder=folder)
-        accel("test", "--cpu", "--num_processes", "2", "--html", "test.html", folder=folder)
         profile(folder)
-        photograph(folder / "check.html", "check.png", chromium, height=720)
-        photograph(folder / "test.html", "test.png", chromium, height=760)
         photograph(folder / "profile_0.html", "flame.png", chromium, height=520)
 
 

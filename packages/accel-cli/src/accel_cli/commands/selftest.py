@@ -11,14 +11,12 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from accel_cli.output import Table, show, working
+from accel_cli.output import Table, show, working, write_html
 from accel_state.files import read_json
 from accel_state.frozen import frozen
-from accel_state.libraries import require
 
 CHECK_NAMES = ("processes", "collectives", "data loader", "training", "mixed precision", "checkpoint")
 """The keys of `accel_cli.commands.selftest_checks.CHECKS`, in order."""
@@ -166,8 +164,6 @@ def run(options: Namespace) -> int:
     Returns:
         0 if all checks passed, 1 if one failed, 2 if the launch failed.
     """
-    if options.html is not None:
-        require("plotly", "--html", install="accel-cli[plot]")
     with tempfile.TemporaryDirectory(prefix="accel-test-") as name:
         folder = Path(name)
         started = time.monotonic()
@@ -182,7 +178,8 @@ def run(options: Namespace) -> int:
     failed = [outcome for outcome in outcomes if outcome.state == FAILED]
     lines = advice(outcomes, reports, cores=os.cpu_count() or 1)
     if options.html is not None:
-        write_html(Path(options.html), outcomes, reports, lines)
+        title = f"accel test on {reports[0].world_size} process(es)"
+        write_html(options.html, title, _report(outcomes, reports, lines, seconds, quiet=False))
     if options.json:
         facts = {
             "processes": [dict(report.facts) for report in reports],
@@ -196,30 +193,10 @@ def run(options: Namespace) -> int:
         }
         show(json.dumps(facts, indent=2))
     else:
-        _print_report(failed if options.quiet else outcomes, reports, lines, seconds, quiet=options.quiet)
+        show(*_report(failed if options.quiet else outcomes, reports, lines, seconds, quiet=options.quiet))
     if failed or code:
         sys.stderr.write(output)
     return 1 if failed or code else 0
-
-
-def write_html(path: Path, outcomes: Sequence[Outcome], reports: list[RankReport], lines: list[str]) -> None:
-    """Write the report of a test."""
-    html = import_module("accel_cli.html_report")
-    speeds = reports[0].speeds
-    facts = tuple((name, str(value)) for name, value in reports[0].facts.items())
-    items = [
-        html.seconds_by_check(outcomes),
-        *([html.speed_bars(speeds)] if speeds else []),
-        Table(
-            head=("check", "result", "what"),
-            rows=tuple((outcome.name, outcome.state, outcome.detail) for outcome in outcomes),
-        ),
-        Table(head=("rank 0", ""), rows=facts),
-        *(f"Advice: {line}" for line in lines),
-    ]
-    failed = [f"{outcome.name}: {outcome.detail}" for outcome in outcomes if outcome.state == FAILED]
-    title = f"accel test on {reports[0].world_size} process(es)"
-    html.write_report(path, title, items, failed)
 
 
 def launch_line(options: Namespace, folder: Path) -> list[str]:
@@ -263,12 +240,12 @@ def read_reports(folder: Path) -> list[RankReport]:
     return sorted(reports, key=lambda report: report.rank)
 
 
-def _print_report(
+def _report(
     outcomes: Sequence[Outcome], reports: list[RankReport], lines: list[str], seconds: float, *, quiet: bool
-) -> None:
-    facts, size = reports[0].facts, reports[0].world_size
+) -> list[Table | str]:
+    facts, size, items = reports[0].facts, reports[0].world_size, list[Table | str]()
     if not quiet:
-        show(
+        items.append(
             f"{size} process(es), {facts['strategy']}, on {facts['device type']}, mixed precision "
             f"{facts['mixed precision']}"
         )
@@ -276,13 +253,13 @@ def _print_report(
         (outcome.name, outcome.state, f"{outcome.seconds:.1f} s", outcome.detail) for outcome in outcomes
     )
     if rows:
-        show(Table(head=("check", "result", "time", "what"), rows=rows))
+        items.append(Table(head=("check", "result", "time", "what"), rows=rows))
     if not quiet and reports[0].speeds:
         speeds = tuple((name, f"{speed / 1e9:.2f} GB/s") for name, speed in reports[0].speeds.items())
-        show("", Table(head=("moved", "speed"), rows=speeds))
-    for line in lines:
-        show(f"advice: {line}")
+        items += ["", Table(head=("moved", "speed"), rows=speeds)]
+    items += [f"advice: {line}" for line in lines]
     if not quiet:
         failed = sum(outcome.state == FAILED for outcome in outcomes)
         summary = f"{failed} check(s) failed." if failed else "This machine trains correctly."
-        show(f"{summary} ({seconds:.0f} s)")
+        items.append(f"{summary} ({seconds:.0f} s)")
+    return items

@@ -6,7 +6,6 @@ import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ from accel_cli.commands.estimate.memory import Estimate, TrainingSetup, estimate
 from accel_cli.config_file import read_config
 from accel_cli.launch.checks import LaunchFacts, find_fp8_problem, uses_cpu
 from accel_cli.launch.hosts import HostDevices, probe_devices
-from accel_cli.output import Table, redact, show, working
+from accel_cli.output import Table, redact, show, working, write_html
 from accel_ops.weights.layout import convert_bytes
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
-from accel_state.libraries import require
 from accel_state.settings import Merged, merge_layers, parse_environ, worker_environ
 
 
@@ -50,8 +48,6 @@ class Findings:
 def run(options: Namespace) -> int:
     """Check a script, and show the findings."""
     merged, variables = settings_of(options)
-    if options.html is not None:
-        require("plotly", "--html", install="accel-cli[plot]")
     options.world = options.world or merged.settings.launch.num_processes or 2
     tasks = [
         RankTask(
@@ -74,11 +70,12 @@ def run(options: Namespace) -> int:
             problems=(*fp8_refusals(merged, probe_devices(variables, ask_torch=False)), *findings.problems),
         )
     if options.html is not None:
-        write_html(Path(options.html), findings, options.script, options.memory)
+        title = f"accel check {Path(options.script).name}"
+        write_html(options.html, title, _report(findings, merged, options.memory, quiet=False))
     if options.json:
         show(_as_json(findings, merged))
     else:
-        _print_findings(findings, merged, options)
+        show(*_report(findings, merged, options.memory, quiet=options.quiet))
     return int(bool(findings.problems))
 
 
@@ -93,20 +90,6 @@ def settings_of(options: Namespace) -> tuple[Merged, Mapping[str, str]]:
     variables = read()
     config = read_config(options.config_file, variables).sourced
     return merge_layers(options.settings, parse_environ(variables), config), variables
-
-
-def write_html(path: Path, findings: Findings, script: str, memory: int | None) -> None:
-    """Write the report of a check."""
-    html = import_module("accel_cli.html_report")
-    items = [
-        html.timeline(findings.records),
-        *([html.memory_bars(findings.estimates, memory)] if findings.estimates else []),
-        _ranks_table(findings, memory),
-    ]
-    files = _files_table(findings)
-    items += [] if files is None else [files, *_checkpoints(findings)]
-    title = f"accel check {Path(script).name}"
-    html.write_report(path, title, items, findings.problems)
 
 
 def find_problems(records: Sequence[RankRecord], merged: Merged, world: int, memory: int | None) -> Findings:
@@ -195,27 +178,29 @@ def estimate_of(record: RankRecord, world: int) -> Estimate:
 _FP8 = "FP8 with {}: matrices are multiplied in 8 bits. Stored tensors take the same memory as with bf16."
 
 
-def _print_findings(findings: Findings, merged: Merged, options: Namespace) -> None:
-    if not options.quiet:
+def _report(findings: Findings, merged: Merged, memory: int | None, *, quiet: bool) -> list[Table | str]:
+    items: list[Table | str] = []
+    if not quiet:
         changed = [
             f"  {path}: {redact(path, setting.value)} ({setting.origin})"
             for path, setting in sorted(merged.sourced.items())
         ]
-        show("settings that differ from the defaults:", *(changed or ["  none"]), "")
-        show(_ranks_table(findings, options.memory))
+        items += ["settings that differ from the defaults:", *(changed or ["  none"]), ""]
+        items.append(_ranks_table(findings, memory))
         files = _files_table(findings)
         if files is not None:
-            show("", files, *_checkpoints(findings))
-        show(
-            "", *(_FP8.format(title) for title in sorted({record.fp8 for record in findings.records} - {""}))
-        )
-    for problem in findings.problems:
-        show(f"problem: {problem}")
-    if not options.quiet and not findings.problems:
-        show(
+            items += ["", files, *_checkpoints(findings)]
+        items += [
+            "",
+            *(_FP8.format(title) for title in sorted({record.fp8 for record in findings.records} - {""})),
+        ]
+    items += [f"problem: {problem}" for problem in findings.problems]
+    if not quiet and not findings.problems:
+        items.append(
             "No problem was found. Values were made up (numbers are one, masks select all), so branches "
             "that depend on values may differ in a real run."
         )
+    return items
 
 
 _LARGE_BYTES = 1_000_000_000

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.commands.check.patches import replace_names
+from accel_cli.commands.check.record import RankTask
 from accel_state import environ
 from accel_trackers.general import NullTracker
 
@@ -26,17 +27,16 @@ _TRACKERS_OFF = {
 """The switches of trackers that a script may use without the `Accelerator`."""
 
 
-def keep_outputs(folder: Path, own: Sequence[Path] = ()) -> None:
+def keep_outputs(task: RankTask) -> None:
     """Start no runs of trackers, and redirect files that the script writes, moves and removes to a folder.
 
-    What the script has written is found again; what it removes stays. Caches, hidden folders of the home
-    directory, and files of the system are used as usual.
-
-    Args:
-        folder: Where files are written, each under its absolute path.
-        own: Other folders that are used as usual.
+    The folder is beside the output of the task, and has each file under its absolute path. What the script
+    has written is found again; what it removes stays. Caches, hidden folders of the home directory, and files
+    of the system and of the command are used as usual.
     """
-    variables, temporary = environ.read(), folder / "tmp"
+    output = Path(task.output).absolute()
+    variables, folder = environ.read(), output.with_name(f"{task.run}-files")
+    temporary = folder / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
     tempfile.tempdir = str(temporary)
     tracking = {"MLFLOW_TRACKING_URI": (folder / "mlflow").as_uri()}
@@ -48,7 +48,8 @@ def keep_outputs(folder: Path, own: Sequence[Path] = ()) -> None:
     caches = [
         path for name, path in variables.items() if "CACHE" in name or name in {"HF_HOME", "TORCH_HOME"}
     ]
-    files = _Files(folder, (folder, *own, *map(Path, (*caches, "/dev", "/proc", "/sys"))))
+    usual = (output.parent, *map(Path, (*task.folders, *caches, "/dev", "/proc", "/sys")))
+    files = _Files(folder, usual)
     for module, name, *redirections in (
         *((os, name, files.read) for name in ("stat", "lstat", "access", "chdir", "readlink")),
         *((os, name, files.listed) for name in ("listdir", "scandir")),
@@ -97,7 +98,7 @@ class _Files:
 
     def __init__(self, folder: Path, excluded: Sequence[Path]) -> None:
         self._folder, self._excluded = folder, excluded
-        self._home = Path("~").expanduser()
+        self._home = Path(os.path.expanduser("~"))  # noqa: PTH111 - there may be none
         self._lstat = os.lstat  # not the redirected one
 
     def read(self, path: Any) -> Any:

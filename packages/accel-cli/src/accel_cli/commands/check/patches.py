@@ -41,7 +41,7 @@ def install(recorder: CollectiveRecorder, task: RankTask) -> None:
     _patch_moves(recorder)
     _patch_conversions()
     _patch_sharding(recorder)
-    optimizer: Any = torch.optim.optimizer  # which uses foreach kernels on accelerators
+    optimizer: Any = import_module("torch.optim.optimizer")  # which uses foreach kernels on accelerators
     real_devices = optimizer._get_foreach_kernels_supported_devices
     optimizer._get_foreach_kernels_supported_devices = lambda: [*real_devices(), "cpu"]
     optimizer._foreach_supported_types.append(FakeTensor)

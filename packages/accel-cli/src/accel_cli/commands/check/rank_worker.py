@@ -32,6 +32,7 @@ def main(task: RankTask) -> None:
     dist.init_process_group("fake", rank=task.rank, world_size=task.world, store=FakeStore())
     recorder = CollectiveRecorder()
     install(recorder, task)
+    keep_outputs(task)
     with recorder.on_fake_tensors():
         stopped = run_script(task)
     tracker = recorder.tracker
@@ -54,9 +55,7 @@ def main(task: RankTask) -> None:
 
 
 def run_script(task: RankTask) -> str:
-    """Run the script, apart from the user's files and trackers; return the reason if it stopped early."""
-    output = Path(task.output)
-    keep_outputs(output.parent / f"{task.run}-files", (output.parent, *map(Path, task.folders)))
+    """Run the script; return the reason if it stopped early."""
     sys.argv = [task.script, *task.arguments]
     sys.path.insert(0, str(Path(task.script).resolve().parent))
     try:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
+from accel_cli.commands.check.outputs import keep_outputs
 from accel_cli.commands.check.patches import replace_names
 from accel_cli.commands.check.rank_worker import (
     fork_ranks,
@@ -46,6 +47,7 @@ def main(task: DoctorTask) -> None:
     """Run the script in one process, and write its record."""
     recorder = TrainingRecorder(task=task)
     install(recorder)
+    keep_outputs(task)
     seed()
     stopped = run_script(task)
     write_record(task, recorder.finish(stopped))
