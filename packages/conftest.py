@@ -12,6 +12,7 @@ from shared_test_rules import (
     one_thread,
     pytest_collection_finish,
     pytest_collection_modifyitems,
+    simulated,
 )
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ __all__ = [
     "one_thread",
     "pytest_collection_finish",
     "pytest_collection_modifyitems",
+    "simulated",
 ]
 
 # A `sitecustomize` acts when it is imported.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -55,6 +55,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def simulated() -> Any:
+    """The module of the simulated accelerator, with its limits and counters; other accelerators have none."""
+    import torch
+
+    if "SIMULATED_DEVICE" not in os.environ:
+        pytest.skip("needs the simulated accelerator: tests-integration/simulated/test_gpu_marked.py has it")
+    return torch.get_device_module(os.environ["SIMULATED_DEVICE"])
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Compute with one thread: several that share a core wait for each other, and keep it busy meanwhile."""
@@ -70,7 +80,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Start without accel state; fail a test that leaves a variable or a process group behind."""
+    """Start without accel state; fail a test that leaves a variable or a process group, or had a race."""
     before = dict(os.environ)
     reset_states()
     yield
@@ -90,3 +100,9 @@ def leaves_nothing_behind() -> Iterator[None]:
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         pytest.fail("the test left the default process group initialised")
+    if torch is not None and "SIMULATED_DEVICE" in os.environ:
+        device = torch.get_device_module()
+        for index in range(device.device_count()):
+            device.synchronize(index)
+        races = device.take_races()
+        assert not races, "\n".join(("races on the simulated accelerator:", *dict.fromkeys(races)))

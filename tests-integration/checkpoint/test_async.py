@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.accelerator_state import AcceleratorState, GradientState
-from accel_state.testing import late_device
 from accel_train import Accelerator
 from accel_train.checkpoint import files
 from harness import distributed
@@ -163,24 +162,23 @@ def writing_waits() -> Generator[threading.Event]:
 
 
 def check_equal(strategy: str, folder: Path, *, cpu: bool = True) -> None:
-    """Save in the background, on the CPU with copies that arrive late, while training goes on."""
+    """Save in the background while training goes on."""
     with ExitStack() as stack:
         if strategy.startswith("zero"):
             stack.enter_context(deepspeed_process())
         run = Run(strategy, cpu=cpu)
         run.accelerator.save_state(str(folder / "blocking"))
-        with late_device() if cpu else nullcontext():
-            for name in ("first", "second"):  # the second reuses the buffers of the first
-                with writing_waits() as gate:
-                    saving = run.accelerator.save_state(str(folder / name), blocking=False)
-                    run.accelerator.wait_for_everyone()
-                    assert not tensor_files(folder, {"blocking", "first"} - {name})
-                    run.accelerator.wait_for_everyone()
-                    if name == "second":
-                        run.train()
-                        run.average.change()
-                    gate.set()
-                    saving.wait()
+        for name in ("first", "second"):  # the second reuses the buffers of the first
+            with writing_waits() as gate:
+                saving = run.accelerator.save_state(str(folder / name), blocking=False)
+                run.accelerator.wait_for_everyone()
+                assert not tensor_files(folder, {"blocking", "first"} - {name})
+                run.accelerator.wait_for_everyone()
+                if name == "second":
+                    run.train()
+                    run.average.change()
+                gate.set()
+                saving.wait()
         run.accelerator.wait_for_everyone()
         expected = contents(folder / "blocking")
         for name in ("first", "second"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +18,7 @@ from accel_plugins.kwargs import TorchDynamoPlugin
 from accel_state.partial_state import PartialState
 from accel_train import Accelerator
 from accel_train.checkpoint.single_files import get_state_dict_offloaded_model
-from harness import distributed
+from harness import distributed, simulated
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -164,3 +166,41 @@ def test_a_pipeline_is_traced_with_examples_on_another_device_than_the_model() -
     device = PartialState().device
     model = prepare_pippy(layers().eval(), example_args=(x.to(device),), gather_output=True)
     torch.testing.assert_close(model(x.to(device)).cpu(), plain(x))
+
+
+ON_SECOND = """\
+import sys
+import torch
+from safetensors.torch import save_file
+from accel_bigmodel.offload import OffloadedWeightsLoader
+from accel_bigmodel.offloaded_block import StreamedBlocks
+from accel_bigmodel.sources import SafetensorsSource
+
+device = torch.device("npu", 1)
+torch.npu.set_device(device)  # as a rank does
+weights = {f"{number}.w": torch.full((64,), float(number)) for number in range(3)}
+save_file(weights, "m.safetensors")
+on_disk = {name: {"safetensors_file": "m.safetensors", "dtype": "float32"} for name in weights}
+for loader in (OffloadedWeightsLoader(state_dict=weights), OffloadedWeightsLoader(index=on_disk)):
+    blocks = StreamedBlocks(loader, {name[0]: [name] for name in weights}, device)
+    for number in range(3):
+        assert (blocks.acquire(str(number))[f"{number}.w"] + 0).tolist() == [number] * 64
+        blocks.release(str(number))
+source = SafetensorsSource("m.safetensors")
+for name, value in source.upload(dict.fromkeys(weights, torch.float32), device).items():
+    assert torch.equal(value.cpu(), weights[name])
+print(torch.npu.touched())
+"""
+
+
+def test_threads_make_no_context_on_another_device(tmp_path: Path) -> None:
+    simulated.require()
+    done = subprocess.run(
+        [sys.executable, "-c", ON_SECOND],
+        env=simulated.environment("npu"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split("\n") == ["[1]", ""], done.stderr

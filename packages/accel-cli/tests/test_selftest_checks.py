@@ -1,21 +1,28 @@
+"""How the self test measures."""
+
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from accel_cli.commands.selftest_checks import median_seconds
-from accel_state.testing import late_device
+from accel_state.streams import device_streams
 
 
-def test_a_measurement_begins_and_ends_with_a_device_that_has_nothing_to_do():
-    with late_device() as device:
-        host, target = device.pinned(16), device.empty(16)
-        device.copy_(target, host)  # The copy of another caller.
-        before: list[int] = []
+@pytest.mark.gpu
+def test_a_measurement_begins_and_ends_with_a_device_that_has_nothing_to_do(simulated: Any) -> None:
+    streams = device_streams(torch.device(simulated.NAME, 0))
+    assert streams is not None
+    host, target = streams.pinned(16), streams.empty(16)
+    streams.copy_(target, host)  # The copy of another caller.
+    before: list[int] = []
 
-        def copy() -> None:
-            before.append(device.pending)
-            device.copy_(target, host)
+    def copy() -> None:
+        before.append(simulated.late_copies())
+        streams.copy_(target, host)
 
-        assert median_seconds(copy, torch.device("cpu")) > 0
-        assert before == [0] * 6
-        assert device.pending == 0
+    assert median_seconds(copy, streams.device) > 0
+    assert before == [0] * 6
+    assert simulated.late_copies() == 0

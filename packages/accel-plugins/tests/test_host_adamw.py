@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from accel_plugins.optimizers.host_adamw import HostAdamW
 from accel_plugins.precision import LossScaling
 from accel_state.accelerator_state import GradientState
 from accel_state.streams import device_streams
-from accel_state.testing import late_device
 
 OPTIONS = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
 
@@ -32,7 +32,7 @@ def inputs(seed):
 
 def backward(model, seed):
     dtype = next(model.parameters()).dtype
-    model(inputs(seed).to(dtype)).float().square().mean().backward()
+    model(inputs(seed).to(next(model.parameters()).device, dtype)).float().square().mean().backward()
 
 
 class Reference:
@@ -246,15 +246,10 @@ def test_master_weights_follow_a_model_that_was_loaded_and_keep_equal_ones():
     assert master[1].item() == pytest.approx(kept * decayed)
 
 
-def put_on_device(streams, tensor):
-    on_device = streams.empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-    return on_device.copy_(tensor.detach())
-
-
-@pytest.mark.parametrize("schedule", ["late", "early"])
-@pytest.mark.parametrize("pinned", [None, 0])
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_pinned", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_copies_of_a_late_device_are_ordered(schedule, pinned, overlap):
+def test_copies_to_and_from_a_device_are_ordered(simulated, is_pinned, overlap):
     """The model has a stream of its own; without overlap, its gradients are not contiguous."""
     other = make_model()
     reference = Reference(other, **OPTIONS)
@@ -262,20 +257,18 @@ def test_copies_of_a_late_device_are_ordered(schedule, pinned, overlap):
         backward(other, seed)
         reference.step()
         other.zero_grad()
-    with late_device(schedule, pinned_capacity=pinned):
-        streams = device_streams(torch.device("cpu"))
-        with streams.on(streams.new_stream()):
-            model = make_model()
-            for parameter in model.parameters():
-                parameter.data = put_on_device(streams, parameter)
-            optimizer = HostAdamW(model.parameters(), **OPTIONS, overlap=overlap)
-            for seed in range(4):
-                backward(model, seed)
-                for parameter in model.parameters() if not overlap else ():
-                    parameter.grad = parameter.grad.t().contiguous().t()
-                optimizer.step()
-                optimizer.zero_grad()
-            values = [parameter.detach().clone() for parameter in model.parameters()]
+    streams = device_streams(torch.device(simulated.NAME, 0))
+    limit = nullcontext() if is_pinned else simulated.pinned_capacity(0)
+    with limit, streams.on(streams.new_stream()):
+        model = make_model().to(streams.device)
+        optimizer = HostAdamW(model.parameters(), **OPTIONS, overlap=overlap)
+        for seed in range(4):
+            backward(model, seed)
+            for parameter in model.parameters() if not overlap else ():
+                parameter.grad = parameter.grad.t().contiguous().t()
+            optimizer.step()
+            optimizer.zero_grad()
+        values = [parameter.detach().cpu() for parameter in model.parameters()]
     for value, master in zip(values, reference.masters, strict=True):
         assert torch.equal(value, master.to(value.dtype))
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from accel_state.streams import _TorchStreams, device_streams
+from accel_state.streams import DeviceStreams, device_streams
 
 
 def accelerator(index=0):
@@ -28,7 +28,7 @@ def busy(streams):
 
 
 def test_a_stream_is_entered_twice_and_left_to_the_one_before():
-    streams = _TorchStreams(torch.device("cpu", 0))  # torch.cpu has the functions, without effect
+    streams = DeviceStreams(torch.device("cpu", 0))  # torch.cpu has the functions, without effect
     before, side = streams.current_stream(), streams.new_stream()
     with streams.on(side), streams.on(side):
         assert streams.current_stream() is side

@@ -5,18 +5,20 @@ from __future__ import annotations
 import io
 import threading
 from collections import OrderedDict
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accel_state.testing import late_device
+from accel_state.streams import DeviceStreams
 from accel_train.checkpoint import staging as staging_module
 from accel_train.checkpoint.staging import HostStaging, copied_tree, write_object
+
+ACCELERATOR = torch.accelerator.current_accelerator()
+everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param(ACCELERATOR, marks=pytest.mark.gpu)])
 
 
 def saved(tree):
@@ -32,38 +34,36 @@ def staged(staging, tree):
     return copy
 
 
-def tree():
-    base = torch.arange(50_000, dtype=torch.float64)
+def tree(device):
+    base = torch.arange(50_000, dtype=torch.float64, device=device)
     shared = ["a", base]
-    ordered = OrderedDict(weight=nn.Parameter(torch.ones(3)))
+    ordered = OrderedDict(weight=nn.Parameter(torch.ones(3, device=device)))
     ordered._metadata = {"version": 1}
-    marked = torch.ones(2)
+    marked = torch.ones(2, device=device)
     marked.note = "kept"
     return {
-        "moments": torch.full((3, 5), 0.25, dtype=torch.bfloat16).t(),
+        "moments": torch.full((3, 5), 0.25, dtype=torch.bfloat16, device=device).t(),
         "step": torch.tensor(3.0),
-        "bytes": torch.arange(7, dtype=torch.uint8),
+        "bytes": torch.arange(7, dtype=torch.uint8, device=device),
         "view": base[10:20],
         "tied": [shared, shared],
         "state": ordered,
         "array": np.arange(6.0).reshape(2, 3).T,
-        "empty": torch.empty(0, 4, dtype=torch.int16),
-        "complex": torch.tensor([1 + 2j]).conj(),
+        "empty": torch.empty(0, 4, dtype=torch.int16, device=device),
+        "complex": torch.tensor([1 + 2j], device=device).conj(),
         "sparse": torch.eye(3).to_sparse(),
         "marked": marked,
         "plain": (1, "two", None, torch.Size([1]), torch.float16),
     }
 
 
-@pytest.mark.parametrize("schedule", [None, "late", "early"])
-def test_a_copy_is_serialised_to_the_bytes_of_the_original(schedule):
-    original = tree()
-    expected = saved(original)
+@everywhere
+def test_a_copy_is_serialised_to_the_bytes_of_the_original(device):
+    expected, original = saved(tree("cpu")), tree(device)
     staging = HostStaging()
-    with nullcontext() if schedule is None else late_device(schedule):
-        for _ in range(2):  # the second time into the same memory
-            copy = staged(staging, original)
-            assert saved(copy) == expected
+    for _ in range(2):  # the second time into the same memory
+        copy = staged(staging, original)
+        assert saved(copy) == expected
     original["tied"][0][1].zero_()
     original["tied"][0].append(1)
     original["array"][:] = 0
@@ -74,20 +74,22 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.in
 states = st.lists(st.tuples(dtypes, st.lists(st.integers(0, 5), max_size=3), st.booleans()), max_size=6)
 
 
-@settings(deadline=None)
-@given(states, st.sampled_from(["late", "early"]), st.integers(1, 3))
-def test_any_state_is_serialised_as_it_was_while_training_goes_on(kinds, schedule, saves):
-    with late_device(schedule):
-        staging, state = HostStaging(), []
-        for dtype, shape, tied in kinds:
-            tensor = (10 * torch.rand(shape)).to(dtype)
-            state += [tensor, tensor.view(-1)[1:3]] if tied else [tensor]
-        for _ in range(saves):
-            expected = saved(state)
-            copy = staged(staging, state)
-            for tensor in state:
-                tensor.fill_(1)  # the next step
-            assert saved(copy) == expected
+@everywhere
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(states, st.integers(1, 3))
+def test_any_state_is_serialised_as_it_was_while_training_goes_on(monkeypatch, device, kinds, saves):
+    monkeypatch.setattr(staging_module, "_BLOCK", 1 << 12)
+    staging, state = HostStaging(), []
+    for dtype, shape, tied in kinds:
+        tensor = (10 * torch.rand(shape)).to(device, dtype)
+        state += [tensor, tensor.view(-1)[1:3]] if tied else [tensor]
+    for _ in range(saves):
+        # Views that are moved together share memory again.
+        expected = saved(copied_tree(state, lambda storage: storage.cpu().clone()))
+        copy = staged(staging, state)
+        for tensor in state:
+            tensor.fill_(1)  # the next step
+        assert saved(copy) == expected
 
 
 def test_a_small_state_takes_few_bytes_on_disk_and_the_same_memory_every_time():
@@ -108,23 +110,23 @@ def test_memory_that_is_not_needed_any_more_is_released():
     assert 0 < staging.nbytes < most
 
 
+@pytest.mark.gpu
 def test_memory_that_cannot_be_pinned_is_said_and_does(caplog, monkeypatch):
     monkeypatch.setattr(staging_module, "_BLOCK", 1 << 12)
-    with late_device() as device:
-        pinned, allocations = device.pinned, []
+    allocations, pinned = [], DeviceStreams.pinned
 
-        def run_out(nbytes):
-            allocations.append(nbytes)
-            if len(allocations) > 1:
-                raise RuntimeError("no memory to pin\nmore")
-            return pinned(nbytes)
+    def run_out(streams, nbytes):
+        allocations.append(nbytes)
+        if len(allocations) > 1:
+            raise RuntimeError("no memory to pin\nmore")
+        return pinned(streams, nbytes)
 
-        device.pinned = run_out
-        state = {"a": device.empty(1 << 12).fill_(1), "b": device.empty(20).view(torch.float32).fill_(2)}
-        expected, staging = saved(state), HostStaging()
-        for _ in range(2):
-            copy = staged(staging, state)
-            assert saved(copy) == expected
+    monkeypatch.setattr(DeviceStreams, "pinned", run_out)
+    host = {"a": torch.ones(1 << 12, dtype=torch.uint8), "b": torch.full((5,), 2.0)}
+    state = {name: tensor.to(ACCELERATOR) for name, tensor in host.items()}
+    staging = HostStaging()
+    for _ in range(2):
+        assert saved(staged(staging, state)) == saved(host)
     assert len(allocations) == 2
     assert caplog.text.count("could not be pinned (no memory to pin): copies are slower") == 1
 

@@ -1,4 +1,4 @@
-"""Batches that are copied on their own stream, by a device that copies as late, or as early, as it may."""
+"""Batches that are copied on their own stream are waited for, and their memory is kept while it is used."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_ops.tree import walk
 from accel_state.streams import device_streams
-from accel_state.testing import late_device
 from accel_train.data.loader import CopyStream, _pinned
 from accel_train.data.prepare import prepare_data_loader
 
-CPU = torch.device("cpu")
-SCHEDULES = ("late", "early")
+pytestmark = pytest.mark.gpu
+ACCELERATOR = torch.accelerator.current_accelerator()
+DEVICE = torch.device("cpu") if ACCELERATOR is None else torch.device(ACCELERATOR.type, 0)
 
 
 class Pair(NamedTuple):
@@ -41,7 +41,7 @@ class Graph:
 
 class RecordedGraph(Graph):
     def record_stream(self, stream: Any) -> None:
-        device_streams(CPU).record_stream(self.nodes, stream)
+        self.nodes.record_stream(stream)
 
 
 class Rows(IterableDataset):
@@ -98,94 +98,94 @@ def contents(batch: Any) -> list[Any]:
     st.lists(batches(), max_size=5),
     st.lists(st.integers(0, 3), max_size=5),
     st.lists(st.integers(0, 40), max_size=5),
-    st.sampled_from(SCHEDULES),
 )
 def test_any_batches_are_read_when_they_are_there_and_freed_when_they_may(
-    rows: list[Any], kept: list[int], sizes: list[int], schedule: Any
+    rows: list[Any], kept: list[int], sizes: list[int]
 ) -> None:
     expected = [contents(row) for row in rows]
-    with late_device(schedule) as device:
-        side = CopyStream(device)
-        held: list[Any] = []
-        flights = [side.start_copy(row) for row in rows[:1]]
-        for number, row in enumerate(expected):
-            flights += [side.start_copy(upcoming) for upcoming in rows[number + 1 : number + 2]]
-            batch = side.finish_copy(flights.pop(0))
-            assert contents(batch) == row
-            held.append((number, batch))
-            del batch
-            keep = kept[number] if number < len(kept) else 0
-            held = held[-keep:] if keep else []
-            if number < len(sizes):
-                device.empty(sizes[number]).fill_(1)  # what was freed is written at once
-            assert [contents(batch) for _, batch in held] == [expected[index] for index, _ in held]
+    streams = device_streams(DEVICE)
+    side = CopyStream(streams)
+    held: list[Any] = []
+    flights = [side.start_copy(row) for row in rows[:1]]
+    for number, row in enumerate(expected):
+        flights += [side.start_copy(upcoming) for upcoming in rows[number + 1 : number + 2]]
+        batch = side.finish_copy(flights.pop(0))
+        assert contents(batch) == row
+        held.append((number, batch))
+        del batch
+        keep = kept[number] if number < len(kept) else 0
+        held = held[-keep:] if keep else []
+        if number < len(sizes):
+            streams.empty(sizes[number]).fill_(1)  # what was freed is written at once
+        assert [contents(batch) for _, batch in held] == [expected[index] for index, _ in held]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_loader_copies_one_batch_ahead(schedule: Any, dispatch: bool, streamed: bool) -> None:
+def test_a_loader_copies_one_batch_ahead(simulated: Any, dispatch: bool, streamed: bool) -> None:
     rows = list(torch.arange(12.0).reshape(6, 2))
     loader = prepare_data_loader(
         DataLoader(Rows(rows) if streamed else rows, batch_size=2),
-        "cpu",
+        DEVICE,
         put_on_device=True,
         non_blocking=True,
         dispatch_batches=dispatch,
     )
-    with late_device(schedule) as device:
-        seen, pending = [], []
-        for batch in loader:
-            seen.append((batch + 0).tolist())
-            pending.append(device.pending)
-            del batch
-    assert seen == torch.arange(12.0).reshape(3, 2, 2).tolist()
-    assert pending == ([1, 1, 0] if schedule == "late" else [0, 0, 0])
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_loop_that_is_left_early_leaves_nothing_behind(schedule: Any) -> None:
-    loader = prepare_data_loader(
-        DataLoader(list(torch.arange(12.0)), batch_size=2), "cpu", put_on_device=True, non_blocking=True
-    )
-    with late_device(schedule) as device:
-        for batch in loader:
-            assert (batch + 0).tolist() == [0, 1]
-            break
+    seen, pending = [], []
+    for batch in loader:
+        seen.append((batch + 0).tolist())
+        pending.append(simulated.late_copies() > 0)
         del batch
-        device.empty(8).fill_(1)
+    assert seen == torch.arange(12.0).reshape(3, 2, 2).tolist()
+    assert pending == [True, True, False]
+
+
+def test_a_loop_that_is_left_early_leaves_nothing_behind() -> None:
+    loader = prepare_data_loader(
+        DataLoader(list(torch.arange(12.0)), batch_size=2), DEVICE, put_on_device=True, non_blocking=True
+    )
+    for batch in loader:
+        assert (batch + 0).tolist() == [0, 1]
+        break
+    del batch
+    device_streams(DEVICE).empty(8).fill_(1)
 
 
 @pytest.mark.parametrize("kind", [Graph, RecordedGraph])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_memory_of_an_object_that_moves_itself_is_kept_while_it_is_used(kind: Any, schedule: Any) -> None:
-    with late_device(schedule) as device:
-        side = CopyStream(device)
-        for number in range(3):
-            graph = side.finish_copy(side.start_copy(kind(torch.full((4,), float(number)))))
-            assert (graph.nodes + 0).tolist() == [number] * 4
-            del graph
+def test_the_memory_of_an_object_that_moves_itself_is_kept_while_it_is_used(kind: Any) -> None:
+    side = CopyStream(device_streams(DEVICE))
+    for number in range(3):
+        graph = side.finish_copy(side.start_copy(kind(torch.full((4,), float(number)))))
+        assert (graph.nodes + 0).tolist() == [number] * 4
+        del graph
+
+
+def test_the_memory_of_a_batch_is_kept_until_the_work_that_uses_it_is_done() -> None:
+    side = CopyStream(device_streams(DEVICE))
+    results = []
+    for number in range(3):
+        rows = torch.full((4,), float(number))
+        batch = side.finish_copy(side.start_copy([rows, RecordedGraph(rows)]))
+        results.append(batch[0] + batch[1].nodes)  # nobody waits for it
+        del batch
+    assert [result[0].item() for result in results] == [0, 2, 4]
 
 
 def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
-    with late_device() as device:
-        side = CopyStream(device)
-        transferred = side.finish_copy(side.start_copy(packed))
-        assert isinstance(transferred, PackedSequence)
-        assert torch.equal(transferred.data + 0, packed.data)
-        assert transferred.batch_sizes.tolist() == packed.batch_sizes.tolist()
+    side = CopyStream(device_streams(DEVICE))
+    transferred = side.finish_copy(side.start_copy(packed))
+    assert isinstance(transferred, PackedSequence)
+    assert torch.equal((transferred.data + 0).cpu(), packed.data)
+    assert transferred.batch_sizes.is_cpu
+    assert transferred.batch_sizes.tolist() == packed.batch_sizes.tolist()
 
 
 def test_what_cannot_be_pinned_is_copied_as_it_is() -> None:
-    """Batches of a loader may lie on the device already, or be sparse; `meta` stands for another device."""
-    sparse, on_device = torch.eye(2).to_sparse(), torch.ones(2, device="meta")
+    """Batches of a loader may lie on the device already, or be sparse."""
+    sparse, on_device = torch.eye(2).to_sparse(), torch.ones(2, device=DEVICE)
     graph, rows = Graph(torch.ones(3)), torch.arange(2.0)
-    for alone in (sparse, on_device):
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            alone.pin_memory()
-    with late_device("late"):
-        pinned = _pinned({"sparse": sparse, "on device": [on_device], "rows": rows, "graph": graph})
+    pinned = _pinned({"sparse": sparse, "on device": [on_device], "rows": rows, "graph": graph})
     assert pinned["sparse"] is sparse
     assert pinned["on device"][0] is on_device
     assert pinned["rows"].tolist() == rows.tolist()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from accel_state import runtime
 from accel_state.frozen import frozen
-from accel_state.streams import DeviceStreams, Event, pinned_if_possible
+from accel_state.streams import DeviceStreams, pinned_if_possible
 
 if TYPE_CHECKING:
     from accel_bigmodel.offload import StoredTensor
@@ -142,7 +142,7 @@ class _Slot:
 
     buffer: Tensor
     is_pinned: bool
-    copied: Event
+    copied: torch.Event
 
 
 def upload(

@@ -29,7 +29,7 @@ from accel_bigmodel.offload import OffloadedWeightsLoader, StoredTensor
 from accel_bigmodel.sizes import CONTAINERS
 from accel_ops.weights.read import entry_of
 from accel_ops.weights.safetensors_io import SafetensorsFile
-from accel_state.streams import DeviceStreams, Event, device_streams, pinned_if_possible
+from accel_state.streams import DeviceStreams, device_streams, pinned_if_possible
 
 _ALIGNMENT = 512
 """Bytes; the alignment of CUDA's allocations."""
@@ -61,7 +61,7 @@ class _Unit:
     nbytes: int = 0
     pinned: Tensor | None = None
     users: int = 0
-    transfer: Future[tuple[list[Any], Event | None]] | None = None
+    transfer: Future[tuple[list[Any], torch.Event | None]] | None = None
     values: dict[str, Tensor] | None = None
     memory: list[Tensor] = field(default_factory=list["Tensor"])
 
@@ -108,7 +108,7 @@ class StreamedBlocks:
         self._on_device: dict[str, dict[str, Tensor]] = {}
         self._units = self._make_units()
         self._all = list(dict.fromkeys(unit for units in self._units.values() for unit in units))
-        self._released: list[Event] = []
+        self._released: list[torch.Event] = []
         self._pipeline: HostToDevice | None = None
         if self.streams is not None:
             largest = max((stored.nbytes for unit in self._all for _, stored, _ in unit.tensors), default=0)
@@ -212,13 +212,13 @@ class StreamedBlocks:
         if following is not None:
             self.prefetch(following)
 
-    def _start(self, unit: _Unit) -> Future[tuple[list[Any], Event | None]]:
+    def _start(self, unit: _Unit) -> Future[tuple[list[Any], torch.Event | None]]:
         if unit.transfer is None:
             after, self._released = self._released, []
             unit.transfer = self._worker.submit(self._transfer, unit, after)
         return unit.transfer
 
-    def _transfer(self, unit: _Unit, after: Sequence[Event]) -> tuple[list[Any], Event | None]:
+    def _transfer(self, unit: _Unit, after: Sequence[torch.Event]) -> tuple[list[Any], torch.Event | None]:
         """Wait, in the worker thread, until the memory of earlier blocks is free, and copy the unit.
 
         The copy is in a list, from which it is taken: the thread that made it keeps its result for a while.

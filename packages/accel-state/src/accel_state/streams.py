@@ -1,15 +1,14 @@
 """Streams, events, pinned buffers and asynchronous copies of a device; no other module handles them.
 
 `device_streams(device)` returns the streams of a device that runs its work asynchronously, and None for a
-device that does not, such as the CPU. Tests use the fake `late_device` of `accel_state.testing`.
+device that does not, such as the CPU.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,68 +18,45 @@ from accel_state.device_kinds import runtime_module
 logger = logging.getLogger(__name__)
 
 
-class Event(Protocol):
-    """A point in a stream's work. An event that was never recorded counts as reached."""
+class DeviceStreams:
+    """The streams, events and memory of an asynchronous device. All methods may be called from any thread.
 
-    def record(self, stream: Any) -> None:
-        """Record the event at the end of the work submitted to `stream` so far."""
-        ...
+    Streams and events are made by the device's own module, such as `torch.cuda`: the host spins on a
+    `torch.Event` made directly, whatever its options (https://github.com/pytorch/pytorch/issues/189017), and
+    until torch 2.10 a `torch.Stream` made directly is a context that one thread at a time may enter.
 
-    def synchronize(self) -> None:
-        """Block the host, without spinning, until the event is reached."""
-        ...
+    Attributes:
+        device: The device, with its index.
+    """
 
-    def query(self) -> bool:
-        """Whether the event is reached."""
-        ...
-
-
-class Stream(Protocol):
-    """A queue of device work that runs in order. Only events order the work of different streams."""
-
-    def wait_event(self, event: Any) -> None:
-        """Let later work of this stream wait, on the device, for an event."""
-        ...
-
-    def wait_stream(self, stream: Any) -> None:
-        """Let later work of this stream wait, on the device, for all work submitted to `stream` so far."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the host until all work submitted to the stream is done."""
-        ...
-
-
-class DeviceStreams(Protocol):
-    """The streams, events and memory of an asynchronous device. All methods may be called from any thread."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device, with its index."""
-        ...
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        if device.index is None:
+            device = torch.device(device.type, self._module.current_device())
+        self.device = device
 
     def set_current(self) -> None:
         """Make the device this thread's current device; to be called first in a thread that uses it.
 
         A thread starts on device 0, and the end of an `on` block would create a context there.
         """
-        ...
+        self._module.set_device(self.device)
 
-    def new_stream(self) -> Stream:
+    def new_stream(self) -> torch.Stream:
         """Create a stream."""
-        ...
+        return self._module.Stream(self.device)
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> torch.Stream:
         """Return the stream on which this thread's operators run."""
-        ...
+        return self._module.current_stream(self.device)
 
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+    def on(self, stream: torch.Stream) -> AbstractContextManager[Any]:
         """Run this thread's operators on `stream`, and make its device current, within the block."""
-        ...
+        return self._module.stream(stream)
 
-    def new_event(self) -> Event:
+    def new_event(self) -> torch.Event:
         """Create an event on which the host can block without spinning."""
-        ...
+        return self._module.Event(blocking=True)
 
     def empty(self, nbytes: int) -> Tensor:
         """Allocate uint8 device memory of shape `(nbytes,)` that belongs to this thread's current stream.
@@ -88,7 +64,7 @@ class DeviceStreams(Protocol):
         The memory may have been freed just now by work of the current stream that still runs: another stream
         must wait for the current one before it writes there.
         """
-        ...
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def pinned(self, nbytes: int) -> Tensor:
         """Allocate a uint8 pinned (page-locked) host buffer of shape `(nbytes,)`.
@@ -99,87 +75,31 @@ class DeviceStreams(Protocol):
         Raises:
             RuntimeError: The system does not allow this process to pin more; see `pinned_if_possible`.
         """
-        ...
-
-    def copy_(self, target: Tensor, source: Tensor) -> None:
-        """Copy between pinned host memory and the device, on the current stream, without waiting."""
-        ...
-
-    def copy_pageable_(self, target: Tensor, source: Tensor) -> None:
-        """Copy between host memory that is not pinned and the device, on the current stream, and wait."""
-        ...
-
-    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        """Reuse a device tensor's memory, once freed, only after the work submitted to `stream` by then."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the host until all work of all streams of the device is done."""
-        ...
-
-
-class _TorchStreams:
-    """The `DeviceStreams` of a real accelerator, through the module of torch for its type.
-
-    It avoids torch's device-independent classes: the host spins on their events, whatever their options
-    (https://github.com/pytorch/pytorch/issues/189017), and until torch 2.10 their streams are contexts that
-    one thread at a time may enter.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._module: Any = torch.get_device_module(device)
-        if device.index is None:
-            device = torch.device(device.type, self._module.current_device())
-        self.device = device
-
-    def set_current(self) -> None:
-        self._module.set_device(self.device)
-
-    def new_stream(self) -> Any:
-        return self._module.Stream(self.device)
-
-    def current_stream(self) -> Any:
-        return self._module.current_stream(self.device)
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        return self._module.stream(stream)  # it also makes its device current
-
-    def new_event(self) -> Any:
-        return self._module.Event(blocking=True)
-
-    def empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def copy_(self, target: Tensor, source: Tensor) -> None:
+        """Copy between pinned host memory and the device, on the current stream, without waiting."""
         target.copy_(source, non_blocking=True)
 
     def copy_pageable_(self, target: Tensor, source: Tensor) -> None:
+        """Copy between host memory that is not pinned and the device, on the current stream, and wait."""
         target.copy_(source)
 
-    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+    def record_stream(self, tensor: Tensor, stream: torch.Stream) -> None:
+        """Reuse a device tensor's memory, once freed, only after the work submitted to `stream` by then."""
         tensor.record_stream(stream)
 
     def synchronize(self) -> None:
+        """Block the host until all work of all streams of the device is done."""
         self._module.synchronize(self.device)
-
-
-replaced_streams: dict[str, Callable[[torch.device], DeviceStreams | None]] = {}
-"""Streams by which tests replace those of a device type; empty otherwise."""
 
 
 def device_streams(device: torch.device) -> DeviceStreams | None:
     """Return the streams of a device, or None if it has none and every copy is done when it returns."""
-    kind = device.type
-    override = replaced_streams.get(kind)
-    if override is not None:
-        return override(device)
     # torch.cpu has the same functions, without effect; torch.mps has streams, but no current device.
-    module = None if kind == "cpu" else getattr(torch, kind, None)
+    module = None if device.type == "cpu" else getattr(torch, device.type, None)
     has_streams = all(hasattr(module, name) for name in ("Stream", "Event", "stream", "set_device"))
-    return _TorchStreams(device) if has_streams else None
+    return DeviceStreams(device) if has_streams else None
 
 
 def pinned_if_possible(streams: DeviceStreams, nbytes: int) -> Tensor | None:
@@ -194,11 +114,6 @@ def pinned_if_possible(streams: DeviceStreams, nbytes: int) -> Tensor | None:
         return None
 
 
-def tensor_streams(tensor: Tensor) -> DeviceStreams | None:
-    """Return the streams of a tensor's device; for a CPU tensor, without creating a `torch.device`."""
-    return None if tensor.is_cpu and not replaced_streams else device_streams(tensor.device)
-
-
 def synchronize(device: torch.device) -> None:
     """Block the host until a device has done all its work, whether or not it has streams."""
     streams = device_streams(device)
@@ -206,19 +121,3 @@ def synchronize(device: torch.device) -> None:
         streams.synchronize()
     elif device.type != "cpu":
         (runtime_module(device) or torch.accelerator).synchronize(device)
-
-
-@contextmanager
-def override_streams(
-    device_type: str, make: Callable[[torch.device], DeviceStreams | None]
-) -> Generator[None]:
-    """Replace the streams of a device type within a block. For tests."""
-    before = replaced_streams.get(device_type)
-    replaced_streams[device_type] = make
-    try:
-        yield
-    finally:
-        if before is None:
-            del replaced_streams[device_type]
-        else:
-            replaced_streams[device_type] = before

@@ -17,7 +17,7 @@ from accel_ops.tree import is_dtensor, local_part
 from accel_plugins import sharding
 from accel_plugins.optimizers.muon import gradient_of
 from accel_state.accelerator_state import GradientState
-from accel_state.streams import DeviceStreams, pinned_if_possible, tensor_streams
+from accel_state.streams import DeviceStreams, device_streams, pinned_if_possible
 from accel_state.torch_private import active_fake_mode
 
 Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]"
@@ -141,7 +141,7 @@ class HostAdamW(torch.optim.Optimizer):
         for parameter, begun in self._begun.items():
             value = local_part(parameter)
             done = begun.done.result()
-            streams = tensor_streams(value)
+            streams = device_streams(value.device)
             if streams is not None:
                 streams.current_stream().wait_event(done)
             self._versions[parameter] = value._version
@@ -230,7 +230,7 @@ class HostAdamW(torch.optim.Optimizer):
         """Copy the gradient to the host, and submit the update to the thread."""
         value, gradient = local_part(parameter.detach()), local_part(gradient_of(parameter))
         version = local_part(cast("Tensor", parameter.grad))._version
-        streams = tensor_streams(value)
+        streams = device_streams(value.device)
         if self._versions.get(parameter) != local_part(parameter)._version:
             self._update_master(parameter, _copy_to_host(value, streams))
         state = {key: local_part(tensor) for key, tensor in self.state[parameter].items()}

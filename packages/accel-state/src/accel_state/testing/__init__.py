@@ -1,7 +1,4 @@
-"""Fakes for tests: an asynchronous device on the CPU, and several ranks in one process.
-
-The guides "Testing code that copies asynchronously" and "Extending" show `late_device` and `ThreadRanks`.
-"""
+"""Several ranks in one process, for tests; the guide "Extending" shows `ThreadRanks`."""
 
 from accel_state.lazy import attach
 

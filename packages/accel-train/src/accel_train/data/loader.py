@@ -14,7 +14,7 @@ from accel_ops.tree import recursively_apply, send_to_device, walk
 from accel_state.device_kinds import runtime_module
 from accel_state.labels import RNGType
 from accel_state.rng import synchronize_rng_states
-from accel_state.streams import DeviceStreams, Event, device_streams
+from accel_state.streams import DeviceStreams, device_streams
 from accel_state.torch_private import pin_memory
 from accel_train.data.adapter import PreparedLoader
 from accel_train.data.reading import T_co
@@ -160,7 +160,7 @@ class PendingCopy:
     """A batch whose copy to the device is pending."""
 
     batch: Any
-    arrived: Event
+    arrived: torch.Event
 
 
 def _pinned(batch: Any) -> Any:
