@@ -398,3 +398,15 @@ def test_a_forked_child_starts_trackers_of_its_own(shared_session, tmp_path):
     assert child.exitcode == 0
     assert path.read_text().split()[::2] == ["log", "flush", "finish"]
     assert (tmp_path / "calls").read_text() == ""
+
+
+@pytest.mark.gpu
+def test_values_of_a_device_are_logged_as_they_were_at_the_time_of_the_call(session, memory):
+    loss = torch.zeros((), device=torch.accelerator.current_accelerator())
+    for step in range(3):
+        loss += 1.5
+        session.log({"loss": loss, "twice": loss * 2}, step=step)
+        loss *= 2
+    session.write()
+    logged = [(call[1], call[2]) for call in memory.calls if call[0] == "log"]
+    assert logged == [({"loss": v, "twice": 2 * v}, step) for step, v in enumerate([1.5, 4.5, 10.5])]

@@ -20,7 +20,7 @@ import accel_trackers
 from accel_state import runtime
 from accel_state.errors import SettingsError, TrackerError, UnsupportedError
 from accel_state.labels import LoggerType
-from accel_state.streams import DeviceStreams, Event
+from accel_state.streams import DeviceStreams
 from accel_trackers.general import GeneralTracker, NullTracker
 from accel_trackers.values import copy_to_host, to_plain, with_numbers
 
@@ -49,7 +49,7 @@ class _Call:
     """One call of `log`, whose values are on the host after the events."""
 
     values: dict[str, Any]
-    events: list[Event]
+    events: list[torch.Event]
     step: int | None
     options: Mapping[str, Mapping[str, Any]]
 
@@ -163,7 +163,7 @@ class TrackerSession:
         self._check_options("log(log_kwargs=…)", options)
         streams: dict[torch.device, DeviceStreams] = {}
         copied = copy_to_host(values, streams)
-        events: list[Event] = []
+        events: list[torch.Event] = []
         for used in streams.values():
             events.append(used.new_event())
             events[-1].record(used.current_stream())
