@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from accel import Accelerator
 from accel.utils import ParallelismConfig
+from accel_cli.commands.estimate.megatron import stage_elements
 from accel_ops.tree import local_part
-from accel_plugins.megatron.checks import stage_elements
 from accel_state.libraries import is_installed
 from harness import distributed
 from harness.checks import run_checks

@@ -18,10 +18,10 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from accel_cli.commands.estimate.megatron import stage_elements
 from accel_cli.main import main
 from accel_ops.modules import extract_model_from_parallel
 from accel_plugins.megatron.arguments import add_model_config_to_megatron_parser
-from accel_plugins.megatron.checks import stage_elements
 from accel_plugins.megatron.data import MegatronLMDummyScheduler
 from accel_plugins.megatron.families import GPT2
 from accel_plugins.megatron.library import core

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from accel_cli.commands.check.record import SelectedStrategy
+from accel_cli.commands.estimate.megatron import stage_elements
 from accel_cli.commands.estimate.memory import ADAM, MASTER, MEGATRON, Buckets
 from accel_cli.commands.estimate.trace import storage_key
 from accel_ops.tree import local_part
@@ -30,7 +31,6 @@ from accel_plugins.deepspeed.strategy import accumulation_of, check_request, con
 from accel_plugins.fp8.recipe import plain_tensor
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.kwargs import DataLoaderConfiguration, GradientAccumulationPlugin
-from accel_plugins.megatron.checks import stage_elements
 from accel_plugins.megatron.data import MegatronLMDummyScheduler, with_all_micro_batches
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.strategy import MegatronRun, MegatronWrapper, batch_sharding, groups_of

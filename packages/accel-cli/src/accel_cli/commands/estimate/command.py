@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from accel_bigmodel.device_map import infer_auto_device_map
 from accel_bigmodel.explanation import Explanation, explain
 from accel_cli.arguments import AXIS_NAMES
+from accel_cli.commands.estimate.megatron import stage_elements
 from accel_cli.commands.estimate.memory import (
     MASTER,
     MEGATRON,
@@ -34,7 +35,7 @@ from accel_cli.commands.estimate.meta_model import Weights, meta_model, shares_o
 from accel_cli.commands.estimate.trace import moments_of
 from accel_cli.output import Table, show, working
 from accel_ops.weights.layout import convert_bytes
-from accel_plugins.megatron.checks import data_parallel_size, stage_elements
+from accel_plugins.megatron.checks import data_parallel_size
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.tiling import chunk_loss, tile_mlps
 from accel_state.errors import SettingsError, UnsupportedError
