@@ -34,9 +34,9 @@ from accel_plugins.fsdp.blocks import (
     separable_only,
 )
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
-from accel_plugins.full_parameters import ParameterSource, full_sources
+from accel_plugins.full_parameters import ParameterSource
 from accel_plugins.parallelism.config import mesh_of
-from accel_plugins.sharding.shards import ShardsPersister, sharded_sources
+from accel_plugins.sharding.shards import ShardsPersister, group_tied_names, sharded_sources, source_of
 from accel_plugins.sharding.state import (
     StateAllocator,
     StateForm,
@@ -105,7 +105,7 @@ def build(
             clip_norm=partial(_clip_norm, roots),
         ),
         persister=ShardsPersister(
-            shards=shards, device=runtime.device, sources=partial(fsdp1_sources, roots)
+            shards=shards, device=runtime.device, sources=partial(fsdp1_sources, shards)
         ),
         shards=shards,
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
@@ -469,43 +469,14 @@ class Fsdp1Shards:
         ]
 
 
-def fsdp1_sources(roots: FsdpRoots, model: nn.Module) -> list[ParameterSource]:
-    """Return a model's parameters, most of them in flat shards, as sources for `iter_gathered`."""
-    root = roots.of_model(model)
+def fsdp1_sources(shards: Fsdp1Shards, model: nn.Module) -> list[ParameterSource]:
+    """Return a model's parameters, as in its sharded state dict, as sources for `iter_gathered`."""
+    root = shards.roots.of_model(model)
     if root is None:
         return sharded_sources(model)
-    aliases: dict[str, list[str]] = {}
-    for name, first in tied_names(root).items():
-        aliases.setdefault(first, []).append(name)
-    sources: list[ParameterSource] = []
-    flats: set[int] = set()
-    for prefix, flat, handle in _flat_handles(root):
-        flats.add(id(flat))
-        group: Any = handle.process_group
-        for inner, shape, begin, part in _flat_slices(handle):
-            name = prefix + inner
-            sources.append(
-                ParameterSource(
-                    names=(name, *aliases.get(name, ())),
-                    shape=shape,
-                    dtype=flat.dtype,
-                    full=None if handle.uses_sharded_strategy else part.view(shape),
-                    groups=(group,),
-                    write=partial(_write_slice, begin, part),
-                )
-            )
-    # Parameters of ignored modules are in no flat one.
-    known = {name for source in sources for name in source.names}
-    ignored = {
-        strip_wrapper_prefixes(name): parameter
-        for name, parameter in root.named_parameters(remove_duplicate=False)
-        if id(parameter) not in flats
-    }
-    return sources + full_sources({name: value for name, value in ignored.items() if name not in known})
-
-
-def _write_slice(begin: int, part: Tensor, full: Tensor) -> None:
-    full.view(-1)[begin : begin + part.numel()].copy_(part)
+    buffers = {strip_wrapper_prefixes(name) for name, _ in root.named_buffers(remove_duplicate=False)}
+    state = {name: value for name, value in shards.model_tensors(model).items() if name not in buffers}
+    return [source_of(names, value) for names, value in group_tied_names(state)]
 
 
 @contextmanager
@@ -585,28 +556,10 @@ def tied_names(root: FullyShardedDataParallel) -> dict[str, str]:
 
 def _flat_parameters(root: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:
     """Yield each flat parameter with the name prefix of its module."""
-    return ((prefix, flat) for prefix, flat, _ in _flat_handles(root))
-
-
-def _flat_handles(root: FullyShardedDataParallel) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each flat parameter with the name prefix of its module, and with its handle."""
     for name, module in root.named_modules():
         handle: Any = getattr(module, "_handle", None)  # only FSDP modules have one
         if isinstance(module, FullyShardedDataParallel) and handle is not None:
-            yield strip_wrapper_prefixes(f"{name}.") if name else "", handle.flat_param, handle
-
-
-def _flat_slices(handle: Any) -> Iterator[tuple[str, torch.Size, int, Tensor]]:
-    """Yield name, full shape, offset and elements of this rank's shard of each item of a flat parameter."""
-    flat = handle.flat_param
-    is_sharded = handle.uses_sharded_strategy
-    local = flat._local_shard.detach() if is_sharded else flat.detach()
-    first = handle.rank * local.numel() if is_sharded else 0
-    paddings = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
-    spans = [span for span, is_padding in paddings if not is_padding]
-    for name, shape, (begin, last) in zip(flat._fqns, flat._shapes, spans, strict=True):
-        start, stop = max(begin, first), min(last + 1, first + local.numel())
-        yield name, shape, max(start - begin, 0), local[start - first : max(stop, start) - first]
+            yield strip_wrapper_prefixes(f"{name}.") if name else "", handle.flat_param
 
 
 _MIXING = frozenset({"adafactor", "fusedlamb", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"})

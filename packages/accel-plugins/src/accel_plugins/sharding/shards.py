@@ -110,10 +110,11 @@ def gather_full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 
 def sharded_sources(model: nn.Module) -> list[ParameterSource]:
     """Return a model's parameters, DTensors or not, as sources for `iter_gathered`."""
-    return [_source(names, value) for names, value in named_parameters_of(model_variables(model))]
+    return [source_of(names, value) for names, value in named_parameters_of(model_variables(model))]
 
 
-def _source(names: Sequence[str], parameter: Tensor) -> ParameterSource:
+def source_of(names: Sequence[str], parameter: Tensor) -> ParameterSource:
+    """Return a parameter, or a shard of it, as a source for `iter_gathered`."""
     value: Any = parameter.detach()
     full, groups = value, ()
     if isinstance(value, DTensor):
