@@ -26,6 +26,7 @@ from accel_plugins.parallelism.config import (
     TorchContextParallelConfig,
     TorchTensorParallelPlugin,
 )
+from accel_state import hang_monitor
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError
 from accel_train import Accelerator
@@ -244,6 +245,22 @@ def test_tied_embeddings_are_in_one_group_although_each_layer_is_to_have_its_own
     assert {"embed", "head"} & {*groups} == set()
     assert {"", "place", "blocks.0", "blocks.0.up"} <= {*groups}
     assert model.head.weight is model.embed.weight
+
+
+@distributed(world_size=2)
+def test_a_gather_of_parameters_is_a_collective_to_the_hang_monitor_wherever_its_buffers_are():
+    seen = []
+    accelerator, model = make_accelerator("shards"), make_model()
+    monitor = hang_monitor.active()
+    model.blocks[0].register_forward_pre_hook(lambda *_: seen.append(monitor.slot))  # with the gather's hooks
+    model = accelerator.prepare(model)
+    batch = make_data().tensors[0][:4]
+    expected = loss_of(model, batch)
+    for block in model.blocks:
+        block.set_allocate_memory_from_process_group_for_comm(True)
+    torch.testing.assert_close(loss_of(model, batch), expected)
+    assert [slot[1] for slot in seen] == ["all_gather of parameters"] * 2
+    assert monitor.slot is None
 
 
 @pytest.mark.parametrize("norm_type", [2, float("inf")])
