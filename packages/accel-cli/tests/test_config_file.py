@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.metadata import version
 
 import pytest
@@ -10,21 +9,11 @@ import pytest
 from accel_cli.commands.estimate.meta_model import meta_model
 from accel_cli.config_file import WRITTEN_BY, format_config, read, read_config
 from accel_state.errors import SettingsError
-from accel_state.files import CONFIG_LIMIT
-
-BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(
-    f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n  k{i}: 1\n" for i in range(1, 10)
-)
-LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (BOMB, "its aliases expand to more than 100000 values"),
-        (LAUGHS, "its aliases expand to more than 100000 values"),
-        ("a: &a [*a]", "an alias refers to itself"),
-        ("b: &b {<<: *b}", "an alias refers to itself"),
         ("[" * 100_000, "nested too deeply"),
         ("a: {b\n", "in line 2"),
         ("a: !!python/object/apply:os.system [id]", "could not determine a constructor"),
@@ -32,7 +21,6 @@ LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)
         ("{[a]: 1}", "unhashable"),
         ("a: \x00", "special characters"),
         (b"\xff\xfe\x00", "decode"),
-        ("a: " + "x" * CONFIG_LIMIT, f"larger than {CONFIG_LIMIT} bytes"),
     ],
 )
 def test_yaml_that_is_no_configuration_ends_in_a_sentence(text, reason, tmp_path):
@@ -71,18 +59,6 @@ def test_a_few_aliases_are_read(tmp_path):
     path = tmp_path / "c.yml"
     path.write_text("a: &a {x: 1}\nb: {<<: *a, y: 2}\n")
     assert read(path) == {"a": {"x": 1}, "b": {"x": 1, "y": 2}}
-
-
-@pytest.mark.parametrize("suffix", ["json", "yaml"])
-def test_fifos_and_devices_are_refused_at_once(suffix, tmp_path):
-    path = tmp_path / f"c.{suffix}"
-    os.mkfifo(path)
-    with pytest.raises(SettingsError, match="is a FIFO"):
-        read(path)
-    path.unlink()
-    path.symlink_to("/dev/zero")
-    with pytest.raises(SettingsError, match="is a device"):
-        read(path)
 
 
 def test_deep_json_ends_in_a_sentence(tmp_path):

@@ -100,26 +100,6 @@ def test_the_mpi_machines_of_an_mpi_hostfile_is_found_in_every_form(tmp_path):
         assert mpi_machines(str(tmp_path / "hosts"))[0] == "n1"
 
 
-@pytest.mark.parametrize("slots", ["99999999999", "70000", "9" * 5000])
-def test_a_machine_has_not_so_many_slots(slots):
-    with pytest.raises(SettingsError, match=r"line 1 of hostfile 'hosts'.*slots"):
-        parse_hosts([f"worker-1 slots={slots}"], "hosts")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="there are no FIFOs")
-def test_fifos_devices_and_endless_hostfiles_are_refused_at_once(tmp_path):
-    fifo = str(tmp_path / "fifo")
-    os.mkfifo(fifo)
-    (tmp_path / "large").write_text("# " + "x" * 10_000_000)
-    for read in (read_hosts, mpi_machines):
-        with pytest.raises(SettingsError, match="fifo' is a FIFO, not a file"):
-            read(fifo)
-        with pytest.raises(SettingsError, match="'/dev/zero' is a device, not a file"):
-            read("/dev/zero")
-        with pytest.raises(SettingsError, match="large' is larger than 10000000 bytes"):
-            read(str(tmp_path / "large"))
-
-
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [

@@ -625,7 +625,7 @@ def completion() -> Parser:
     made = Parser(
         "completion", "Print a script that completes accel's commands and flags in a shell.", epilog
     )
-    made.add_argument("shell", choices=("bash", "zsh", "fish"))
+    made.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"))
     return made
 
 

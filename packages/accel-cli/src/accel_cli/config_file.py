@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from accel_state.errors import SettingsError
-from accel_state.files import CONFIG_LIMIT, parse_json, read_regular
+from accel_state.files import parse_json
 from accel_state.frozen import frozen
 from accel_state.libraries import compare_versions
 from accel_state.settings import SourcedValue, default_config_file, parse_file
@@ -50,7 +50,7 @@ def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
         sourced = parse_file(translation.content, str(path))
     except SettingsError as error:
         problems = list(error.problems)
-        text = read_regular(path, limit=CONFIG_LIMIT, error=SettingsError).decode(errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace")
         written = re.fullmatch(rf"{WRITTEN_BY}(\d+(?:\.\d+)*)\s*", text.partition("\n")[0])
         if written is not None and not compare_versions("accel-cli", ">=", written[1]):
             problems.append(
@@ -80,7 +80,7 @@ def read(path: Path) -> dict[str, object]:
             since the file may not be a config file.
     """
     try:
-        text = read_regular(path, limit=CONFIG_LIMIT, error=SettingsError)
+        text = path.read_bytes()
     except OSError as error:
         raise SettingsError(f"config file {str(path)!r} cannot be read: {error.strerror}.") from None
     if path.suffix == ".json":
@@ -100,13 +100,7 @@ def read(path: Path) -> dict[str, object]:
 def _read_yaml(text: bytes, path: Path) -> object:
     yaml = import_module("yaml")  # Only files in YAML need it.
     try:
-        loader = yaml.SafeLoader(text.decode())
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        if _count_nodes(node, {}) > _MAX_NODES:
-            raise ValueError(f"its aliases expand to more than {_MAX_NODES} values")
-        return loader.construct_document(node)
+        return yaml.safe_load(text.decode())
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         reason = f"{error.problem}{line}"
@@ -115,22 +109,6 @@ def _read_yaml(text: bytes, path: Path) -> object:
     except RecursionError:
         reason = "it is nested too deeply"
     raise SettingsError(f"config file {str(path)!r} cannot be read as YAML: {reason}") from None
-
-
-_MAX_NODES = 100_000
-"""Maximum number of values of a config file; values of YAML aliases count at each use."""
-
-
-def _count_nodes(node: Any, counts: dict[int, int]) -> int:
-    """Count the values that constructing a node creates; values of an alias count at each use."""
-    if id(node) not in counts:
-        counts[id(node)] = 0
-        inner = node.value if isinstance(node.value, list) else []
-        parts = (part for item in inner for part in (item if isinstance(item, tuple) else (item,)))
-        counts[id(node)] = 1 + sum(_count_nodes(part, counts) for part in parts)
-    elif not counts[id(node)]:
-        raise ValueError("an alias refers to itself")
-    return counts[id(node)]
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:

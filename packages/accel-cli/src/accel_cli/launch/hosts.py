@@ -17,7 +17,6 @@ from pathlib import Path
 
 from accel_state.device_kinds import KINDS, nvidia_smi, peer_variables
 from accel_state.errors import MissingDependencyError, SettingsError
-from accel_state.files import read_regular
 from accel_state.frozen import frozen
 from accel_state.libraries import BACKENDS, BY_NAME, is_installed
 
@@ -272,7 +271,7 @@ def parse_hosts(lines: Sequence[str], source: str) -> dict[str, int]:
     return slots
 
 
-_LINE = re.compile(r"(?P<host>[^\s:=]+)\s+slots\s*=\s*(?P<slots>\d{1,4})\s*")
+_LINE = re.compile(r"(?P<host>[^\s:=]+)\s+slots\s*=\s*(?P<slots>\d+)\s*")
 
 
 def filter_hosts(
@@ -349,14 +348,10 @@ def read_lines(file: str, what: str) -> list[str]:
     """Read the lines of a text file.
 
     Raises:
-        SettingsError: It is not a regular file, is larger than 10 MB, is not UTF-8 text, or cannot be read.
+        SettingsError: It is not UTF-8 text, or cannot be read.
     """
     try:
-        return read_regular(Path(file).expanduser(), limit=_LIMIT, error=SettingsError).decode().splitlines()
+        return Path(file).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise SettingsError(f"{what} {file!r} cannot be read: {reason}.") from None
-
-
-_LIMIT = 10_000_000
-"""Bytes of a text file; a hostfile of a hundred thousand machines has 4 MB."""
