@@ -139,12 +139,6 @@ def build_bert(
     vp_stage: int | None,
 ) -> nn.Module:
     """Build one stage of a BERT."""
-    backends = core("transformer.enums").AttnBackend
-    if config.attention_backend not in {backends.auto, backends.local}:
-        raise UnsupportedError(
-            f"attention_backend={config.attention_backend.name!r}: BERT is trained with megatron-core's own "
-            "attention, as its norms follow the residual connections; leave it out."
-        )
     # 1. Specify layers whose norms follow the residual connections.
     spec = copy.deepcopy(core("models.bert.bert_layer_specs").bert_layer_local_spec)
     norm = core("transformer.spec_utils").ModuleSpec(module=NormAfter, params={"config": config})
