@@ -23,14 +23,14 @@ def train(slow: int | None) -> tuple[list[float], list[str], dict[str, Any]]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger(hang_monitor.__name__).addHandler(handler)
-    usual = stragglers.SAMPLE_S, stragglers.SECONDS, stragglers.SHARE
+    usual = hang_monitor.SAMPLE_S, hang_monitor.INTERVAL_S, stragglers.SECONDS, stragglers.SHARE
     # A machine with other work may keep one rank waiting, but not for a quarter of the time.
-    stragglers.SAMPLE_S, stragglers.SECONDS, stragglers.SHARE = 0.004, 0.5, 0.25
+    hang_monitor.SAMPLE_S, hang_monitor.INTERVAL_S = 0.004, 0.1  # the run takes some four seconds
+    stragglers.SECONDS, stragglers.SHARE = 0.5, 0.25
     try:
         accelerator = Accelerator(cpu=True)
         monitor = hang_monitor.active()
         assert monitor is not None
-        monitor.interval = 0.1  # the run takes some four seconds
         torch.manual_seed(accelerator.process_index)
         model = torch.nn.Linear(4, 1)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
@@ -47,7 +47,7 @@ def train(slow: int | None) -> tuple[list[float], list[str], dict[str, Any]]:
         assert monitor.sampler is not None
         return losses, lines, dict(monitor.sampler.report)
     finally:
-        stragglers.SAMPLE_S, stragglers.SECONDS, stragglers.SHARE = usual
+        hang_monitor.SAMPLE_S, hang_monitor.INTERVAL_S, stragglers.SECONDS, stragglers.SHARE = usual
         logging.getLogger(hang_monitor.__name__).removeHandler(handler)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from accel_state import hang_monitor
-from accel_state.errors import DistributedOperationException, StalledCollectiveError
+from accel_state.errors import StalledCollectiveError
 from accel_state.hang_monitor import collective_scope, transport_errors_explained
 from accel_state.rank_status import RankStatus, call_site, format_statuses, main_thread_site, source_location
 
@@ -25,7 +25,8 @@ def store():
 
 
 @pytest.fixture(autouse=True)
-def nothing_left():
+def nothing_left(monkeypatch):
+    monkeypatch.setattr(hang_monitor, "INTERVAL_S", 0.05)
     yield
     hang_monitor.end()
     assert not [thread for thread in threading.enumerate() if thread.name == "accel-hang-monitor"]
@@ -57,14 +58,12 @@ def test_a_process_alone_has_no_thread_and_no_notes(store):
         pass
 
 
-def test_a_monitor_can_have_another_limit(store):
+def test_a_monitor_can_have_another_limit(store, caplog):
     monitor = begin(store, limit=1000)
-    assert monitor.interval == 1.0
-    monitor.set_limit(1.0)
-    assert monitor.interval == 0.2
+    monitor.set_limit(0.2)
     other_rank(store)
-    with pytest.raises(StalledCollectiveError), collective_scope("all_reduce"):
-        raise TIMED_OUT
+    with collective_scope("all_reduce"):
+        until(lambda: "(limit 0 s): " in caplog.text)
 
 
 def test_every_region_is_one_collective_and_regions_inside_belong_to_it(store):
@@ -94,20 +93,16 @@ def test_an_error_of_the_backend_says_where_everyone_is(store):
     message = str(raised.value)
     assert message.startswith("`all_reduce` did not complete: ")
     assert "with pytest.raises(StalledCollectiveError) as raised" in message
-    assert (
-        "rank 1 no longer answers, last seen at eval.py:41 `gather(preds)` (in no collective, after 7)"
-        in message
-    )
-    assert message.endswith("Rank 0 heard from its backend: Timed out waiting 4ms.")
+    assert "rank 1 is at eval.py:41 `gather(preds)` (in no collective, after 7, no longer answers)" in message
+    assert message.endswith(f"Rank 0 heard from its backend: {TIMED_OUT}")
     assert raised.value.__cause__ is TIMED_OUT
     assert isinstance(raised.value, TimeoutError)
 
 
-def test_a_disagreement_is_an_error_of_its_own(store):
+def test_a_disagreement_of_ranks_is_explained_too(store):
     begin(store)
-    with pytest.raises(DistributedOperationException) as raised, collective_scope("all_reduce"):
+    with pytest.raises(StalledCollectiveError, match=r"preamble"), collective_scope("all_reduce"):
         raise RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes")
-    assert not isinstance(raised.value, StalledCollectiveError)
 
 
 OF_THE_PROGRAM = [
@@ -173,37 +168,25 @@ def test_all_ranks_that_give_up_tell_the_story_of_the_first(store):
         raise TIMED_OUT
 
 
-def test_a_long_wait_is_warned_about_once_and_then_less_and_less_often(store, caplog):
+def test_a_long_wait_is_warned_about_again_and_again(store, caplog):
     other_rank(store, location="eval.py:41", source="gather(preds)")
     begin(store)
     with collective_scope("all_reduce"):
-        until(lambda: "Waiting for" in caplog.text)
-    assert "in `all_reduce` (limit 0 s): " in caplog.text
+        until(lambda: caplog.text.count("Waiting for") > 1)
+    assert " s (limit 0 s): " in caplog.text
     assert "eval.py:41" in caplog.text
 
 
-def test_one_of_the_waiting_ranks_warns_for_all(store, caplog):
-    active = begin(store)
-    active._store.add("warned/1", 1)  # another one
-    with collective_scope("all_reduce"):
-        until(lambda: active._warn_after > 1)  # it would have warned by now
-    assert "Waiting" not in caplog.text
-
-
-def test_one_of_the_ranks_that_give_up_looks_for_the_others(store):
-    active = begin(store)
-    active._store.add("explaining", 1)  # another one does
-    thread = threading.Timer(0.3, lambda: active._store.set("diagnosis", "`gather` did not complete: story."))
-    thread.start()
-    with pytest.raises(StalledCollectiveError, match="story"), collective_scope("all_reduce"):
-        raise TIMED_OUT
-    thread.join()
+def test_rank_0_warns_of_others_that_wait_for_it(store, caplog):
+    other_rank(store, location="eval.py:41", source="gather(preds)", inside=True, collective=1)
+    begin(store)
+    until(lambda: "rank 1 is at eval.py:41 `gather(preds)` (collective 1)" in caplog.text)
 
 
 def test_work_of_the_device_that_nobody_waits_for_in_a_region_is_warned_about_near_the_limit(store, caplog):
     begin(store, asynchronous=True)
-    threading.Event().wait(0.9)  # one line, longer than the limit
-    until(lambda: "the work of the device" in caplog.text)
+    threading.Event().wait(2)  # one line, longer than the limit
+    until(lambda: "Waiting for" in caplog.text)
 
 
 class Logged(logging.Handler, threading.Event):
@@ -235,7 +218,7 @@ def test_a_rank_whose_device_waits_for_a_rank_that_is_behind_warns_long_before_t
     with collective_scope("backward"):
         pass
     logged.wait()  # as `.item()` waits for the device
-    until(lambda: "in `the work of the device` (limit 1000000 s): " in caplog.text)
+    until(lambda: "(limit 1000000 s): " in caplog.text)
     assert "logged.wait()  # as" in caplog.text
 
 
@@ -244,10 +227,13 @@ def test_a_rank_that_computes_for_long_while_the_others_are_as_far_warns_nobody(
     active = begin(store, limit=1e6, asynchronous=True)
     with collective_scope("backward"):
         pass
-    checked = threading.Event()
-    active.statuses = lambda ranks, ask=active.statuses: (checked.set(), ask(ranks))[1]
-    checked.wait()
-    until(lambda: not active._store.check(["warned/1"]))  # it moves on, and anybody may warn
+    has_waited = threading.Event()
+    active.polls.append(
+        lambda: (
+            any(time.monotonic() - since > 1 for _, since in active._unchanged.values()) and has_waited.set()
+        )
+    )
+    has_waited.wait()  # in one line
     assert not logged.is_set()
 
 
@@ -338,7 +324,6 @@ def test_no_frame_is_no_place():
                 collective=st.integers(0, 2),
                 inside=st.booleans(),
                 exited=st.booleans(),
-                failed=st.sampled_from(["", "c.py:3"]),
             ),
         ),
         min_size=1,
@@ -358,15 +343,6 @@ def test_every_rank_is_in_the_explanation_exactly_once(places):
             if not word.endswith(","):
                 break
     assert sorted(named) == list(range(len(places)))
-
-
-def test_a_rank_whose_last_collective_raised_an_error_says_where():
-    raised = RankStatus(rank=0, location="a.py:9", source="f()", collective=2, failed="a.py:8")
-    gone = RankStatus(rank=1, collective=2, exited=True, failed="a.py:7")
-    assert format_statuses({0: raised, 1: gone}) == (
-        "rank 0 is at a.py:9 `f()` (in no collective, after 2, which raised an error at a.py:8); "
-        "rank 1 has left after 2 collectives, the last of which raised an error at a.py:7"
-    )
 
 
 def test_a_status_survives_the_store():

@@ -107,7 +107,7 @@ def test_a_rank_that_waits_for_rank_0_asks_for_no_other() -> None:
 def test_that_rank_0_has_ended_is_said_with_where_it_and_this_rank_were() -> None:
     monitor = monitor_of(HashStore(), 5, 8, exited=True, collective=3)
     lookout = StragglerMonitor("save_state()", monitor, rank=5, world_size=8, in_main_thread=True)
-    message = r"save_state\(\) must be called on every rank, but rank 0 has ended: .*rank 0 has left after 3"
+    message = r"save_state\(\) must be called on every rank, but rank 0 has ended: .*rank 0 is gone after 3"
     with pytest.raises(DistributedOperationException, match=message):
         lookout.poll([0])
 

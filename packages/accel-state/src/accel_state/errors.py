@@ -8,7 +8,7 @@ AccelError
 ├── UnsupportedError                (NotImplementedError)  the active strategy does not offer this
 ├── TrackerError                    (RuntimeError)         trackers were called at the wrong time
 └── DistributedOperationException   (RuntimeError)         the ranks do not agree on a collective
-    └── StalledCollectiveError      (TimeoutError)         a collective did not complete in time
+    └── StalledCollectiveError      (TimeoutError)         a collective did not complete
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DistributedOperationException(AccelError, RuntimeError):  # noqa: N818 - t
 
 
 class StalledCollectiveError(DistributedOperationException, TimeoutError):
-    """A collective did not complete in time. The message shows where every rank was."""
+    """A collective did not complete. The message shows where every rank was."""
 
 
 def first_line(error: BaseException) -> str:

@@ -40,13 +40,11 @@ class RankStatus:
         collective: Number of collectives that it has begun.
         inside: Whether it is inside the last one.
         exited: Whether it has destroyed its process group or ended.
-        failed: File and line of the last collective, if it raised an error.
         host: The name of its node.
         steps: Optimizer steps that it has done.
         samples: Number of samples of the rank; see `accel_state.stragglers`.
         waits: How many of the samples were in a collective.
         busy: File, line and source most frequent in the other samples.
-        run: The number of the sampler in its process.
     """
 
     rank: int
@@ -56,13 +54,11 @@ class RankStatus:
     collective: int = 0
     inside: bool = False
     exited: bool = False
-    failed: str = ""
     host: str = ""
     steps: int = 0
     samples: int = 0
     waits: int = 0
     busy: str = ""
-    run: int = 0
 
     def to_text(self) -> str:
         """Serialise for the store."""
@@ -134,37 +130,26 @@ def format_statuses(statuses: Mapping[int, RankStatus | None], *, silent: Iterab
         >>> format_statuses({0: waiting, 1: waiting, 2: waiting, 3: late})
         'rank 3 is at b.py:4 `g()` (in no collective, after 3); ranks 0-2 are at a.py:8 `f()` (collective 4)'
     """
-    groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    groups: defaultdict[str, list[int]] = defaultdict(list)
     gone = frozenset(silent)
     for rank, status in statuses.items():
-        groups[_describe(status, silent=rank in gone)].append(rank)
+        groups[_describe(status, is_silent=rank in gone)].append(rank)
     return "; ".join(
-        f"{format_ranks(ranks)} {_VERBS[verb][len(ranks) > 1]} {story}"
-        for (verb, story), ranks in sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
+        f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}"
+        for text, ranks in sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
     )
 
 
-_VERBS = {
-    "be": ("is", "are"),
-    "leave": ("has left", "have left"),
-    "die": ("no longer answers,", "no longer answer,"),
-}
-
-
-def _describe(status: RankStatus | None, *, silent: bool) -> tuple[str, str]:
-    """Return a key of `_VERBS`, and the text after the verb."""
+def _describe(status: RankStatus | None, *, is_silent: bool) -> str:
     if status is None:
-        return "be", "without a status in the store"
-    failure = f", which raised an error at {status.failed}" if status.failed else ""
+        return "without a status in the store"
     if status.exited:
-        return "leave", f"after {status.collective} collectives{failure and f', the last of{failure[1:]}'}"
+        return f"gone after {status.collective} collectives"
     done = (
-        f"collective {status.collective}"
-        if status.inside
-        else f"in no collective, after {status.collective}{failure}"
+        f"collective {status.collective}" if status.inside else f"in no collective, after {status.collective}"
     )
-    location = f"at {status.location} `{status.source}` ({done})"
-    return ("die", f"last seen {location}") if silent else ("be", location)
+    silence = ", no longer answers" if is_silent else ""
+    return f"at {status.location} `{status.source}` ({done}{silence})"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
