@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,15 +54,14 @@ ON_TWO = [name for name, row in STRATEGIES.items() if row.smallest <= 2]
 ON_FOUR = [name for name, row in STRATEGIES.items() if row.smallest == 4]
 
 
-RETAINED = {
-    "fsdp1": 8,  # the last unsharded gradients, one a unit, and views of the last flat parameter
-    "pp": 4,  # torch: placeholders of one element in its stage, and the last losses until the next batch
-    "zero0": 1,  # DeepSpeed's engine: the last loss
-    "zero1": 1,
-    "zero2": 1,
-    "zero3": 3,  # and the last buffers in which it gathers
+_TRAINED = ("a step", "an epoch", "a step after loading")
+RETAINED: dict[str, dict[str, int]] = {
+    # torch frees the last gradient of each unit, and the root's full parameters, in the next forward pass.
+    "fsdp1": {**dict.fromkeys(_TRAINED, 3), "an evaluation": 5},
+    # DeepSpeed's engine keeps the last loss.
+    **{f"zero{stage}": dict.fromkeys(_TRAINED, 1) for stage in range(4)},
 }
-"""How many tensors of the last step a strategy's library keeps until the next one replaces them."""
+"""How many tensors a strategy's library keeps after a walk, until the next step replaces them."""
 
 
 def under(strategy: str) -> ExitStack:
@@ -126,12 +126,14 @@ class Run:
         """What loading may replace: the tensors of the optimizer and of the model."""
         values = [value for part in self.optimizer.state.values() for value in part.values()]
         outer = [*filter(torch.is_tensor, values), *self.model.parameters(), *self.model.buffers()]
-        return [*outer, *local_parts(outer)]
+        fragments = [getattr(parameter, "_hp_mapping", None) for parameter in self.model.parameters()]
+        linked = [value for part in fragments if part is not None for value in vars(part).values()]
+        return [*outer, *local_parts(outer), *filter(torch.is_tensor, linked)]
 
 
 def walk(strategy: str, precision: str, folder: Path, *, checked: bool) -> None:
     """Prepare, train, evaluate, save, load, let go."""
-    block = partial(no_survivor, but=RETAINED.get(strategy, 0)) if checked else unchecked
+    block = partial(no_survivor_but, RETAINED.get(strategy, {})) if checked else unchecked
     run = Run(strategy, precision)
     accelerator = run.accelerator
     for batch in run.loader:  # makes the state of the optimizer, and what lasts as long as the model
@@ -163,6 +165,12 @@ def walk(strategy: str, precision: str, folder: Path, *, checked: bool) -> None:
         del batch
     del run
     accelerator.free_memory()
+
+
+def no_survivor_but(
+    counts: Mapping[str, int], walk: str, state: Callable[[], Iterable[torch.Tensor]] = tuple
+) -> AbstractContextManager[None]:
+    return no_survivor(walk, state, but=counts.get(walk, 0))
 
 
 def unchecked(*_: Any, **__: Any) -> ExitStack:

@@ -271,6 +271,20 @@ def test_stages_beside_other_axes_train_as_one_process(tmp_path, kind, sizes, sc
 
 
 @distributed(world_size=4)
+@pytest.mark.parametrize(("kind", "sizes"), [("plain", {"dp_shard_size": 2}), ("llama", {"tp_size": 2})])
+def test_stages_can_be_moved_and_trained_by_a_later_optimizer(tmp_path, kind, sizes):
+    with without_view_warnings():
+        accelerator, model, _, loader = prepared(kind, {"pp_size": 2} | sizes, is_padded=False)
+        assert model.to("cpu") is model
+        optimizer = accelerator.prepare(optimizer_of(model))
+        losses, _ = train(accelerator, model, optimizer, loader)
+        assert model.to("cpu") is model
+    _, alone, expected, _ = train_alone(kind, is_padded=False)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    check_optimizer(accelerator, model, optimizer, alone, {"rtol": 1e-5, "atol": 1e-6})
+
+
+@distributed(world_size=4)
 @pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.thorough)])
 def test_stages_share_sequences_by_ring_attention(tmp_path, schedule):
     accelerator, model, optimizer, loader = prepared(

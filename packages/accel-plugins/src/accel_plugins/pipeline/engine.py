@@ -144,7 +144,7 @@ class Pipeline:
         self._batch: Batch | None = None
         self._boundaries: dict[int, Boundary] | None = None
         self._expected: dict[int, tuple[int, ...]] = {}
-        self._schedules: dict[tuple[int, int | None], Any] = {}
+        self._schedules: dict[tuple[int, int | None], tuple[Any, list[_TorchStage]]] = {}
         self._output_type: type[Any] = Tensor
         self._form: Any = None
 
@@ -171,7 +171,7 @@ class Pipeline:
         with self._running(batch), hang_monitor.collective_scope("schedule of the pipeline"):
             if self._boundaries is None:
                 self.probe()
-            schedule = self._schedule(*_sizes_of(parts[0]))
+            schedule, stages = self._schedule(*_sizes_of(parts[0]))
             batch.outputs.clear()
             try:
                 order = torch.arange(number, device="cpu")
@@ -180,6 +180,9 @@ class Pipeline:
                 if isinstance(error.__cause__, (SettingsError, UnsupportedError)):
                     raise error.__cause__ from None
                 raise
+            finally:
+                for stage in stages:  # else torch keeps losses, and activations after an error
+                    stage.clear_runtime_states()
         form, dtype = self._form
         loss = torch.zeros((), dtype=dtype, device=self.device)
         if batch.outputs:
@@ -298,8 +301,8 @@ class Pipeline:
         if self._stage is not None:  # not when activations are recomputed
             self._produced = output
 
-    def _schedule(self, rows: int, length: int | None) -> Any:
-        """Return the schedule for batches of a shape; a collective of the pipeline for a new shape."""
+    def _schedule(self, rows: int, length: int | None) -> tuple[Any, list[_TorchStage]]:
+        """Return the schedule for batches of a shape, and its stages; collective for a new shape."""
         boundaries = cast("dict[int, Boundary]", self._boundaries)
         for index, boundary in boundaries.items():
             self._expected[index] = tuple(boundary.example(rows, length).shape)
@@ -335,10 +338,10 @@ class Pipeline:
                 f"pp_schedule={self._kind.__name__.removeprefix('Schedule')!r} with pp_num_microbatches="
                 f"{self.micro_batches} for {self.group.size()} ranks: {error}"
             ) from None
-        self._schedules[rows, length] = schedule
+        self._schedules[rows, length] = schedule, stages
         if len(self._schedules) > _MAX_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]
-        return schedule
+        return schedule, stages
 
     def probe(self) -> None:
         """Run the first micro-batch forward, to record the stages' outputs and check their calls.
