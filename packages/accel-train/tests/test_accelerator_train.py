@@ -506,6 +506,34 @@ def test_objects_in_a_list_are_passed_through_with_a_warning(pack, caplog):
     assert "got the class Linear" in told[1]
 
 
+class _LoaderAround:  # as timm's PrefetchLoader
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+class _OptimizerAround:
+    def __init__(self, optimizer):
+        self.step, self.zero_grad = optimizer.step, optimizer.zero_grad
+
+
+def test_what_wraps_a_loader_or_an_optimizer_is_passed_through_with_a_warning(caplog):
+    accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
+    loader = _LoaderAround(DataLoader(torch.arange(4.0)))
+    optimizer = _OptimizerAround(torch.optim.SGD(model.parameters(), lr=0.1))
+    with caplog.at_level(logging.WARNING):
+        accelerator.prepare(model)
+        accelerator.prepare({"x": 1}, range(3), torch.ones(2), "text", None)
+        assert not caplog.records
+        assert accelerator.prepare(loader, optimizer) == (loader, optimizer)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "_LoaderAround" in told[0]
+    assert "_OptimizerAround" in told[1]
+
+
 def test_arguments_of_another_type_end_in_a_sentence():
     accelerator = Accelerator(cpu=True)
     for loss in (1.0, None, torch.nn.Linear(1, 1)):

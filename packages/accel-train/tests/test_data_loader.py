@@ -406,6 +406,24 @@ def test_the_epoch_reaches_workers_that_live_on() -> None:
         assert [batch.tolist() for batch in prepared] == [[epoch, epoch]]
 
 
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True, "put_on_device": True}])
+def test_the_epoch_reaches_workers_of_a_stream_that_is_not_sharded(
+    context: str, options: dict[str, Any]
+) -> None:
+    loader = DataLoader(
+        Epochs(), batch_size=4, num_workers=1, persistent_workers=True, multiprocessing_context=context
+    )
+    prepared = prepare_data_loader(loader, **options)
+    assert [batch.tolist() for _ in range(2) for batch in prepared] == [[0] * 4, [1] * 4]
+    prepared.set_epoch(7)
+    assert [batch.tolist() for batch in prepared] == [[7] * 4]
+    again = copy.copy(prepared)
+    again.set_epoch(3)
+    assert [batch.tolist() for batch in again] == [[3] * 4]
+    assert [batch.tolist() for batch in skip_first_batches(again)] == [[4] * 4]
+
+
 def test_passes_are_epochs_unless_told_otherwise() -> None:
     loader = prepare_data_loader(
         DataLoader(list(range(20)), batch_size=20, shuffle=True), use_seedable_sampler=True, data_seed=3

@@ -24,7 +24,7 @@ from accel_state.errors import MissingDependencyError
 from accel_state.labels import RNGType
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.loader import DataLoaderShard
-from accel_train.data.prepare import get_sampler, prepare_data_loader
+from accel_train.data.prepare import get_sampler, prepare_data_loader, skip_first_batches
 from accel_train.data.reading import stateful_class
 from accel_train.data.samplers import SeedableRandomSampler
 from accel_train.data.shards import IterableDatasetShard
@@ -36,6 +36,29 @@ if TYPE_CHECKING:
 class Numbers(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(10))
+
+
+class TimesTen(DataLoader[int]):
+    def __iter__(self) -> Any:
+        return (batch * 10 for batch in super().__iter__())
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_the_iterations_of_a_subclass_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def warned(loader: Any) -> list[str]:
+        caplog.clear()
+        prepare_data_loader(loader)
+        return [record.getMessage() for record in caplog.records if "__iter__" in record.getMessage()]
+
+    class Named(DataLoader[int]):
+        pass
+
+    (message,) = warned(TimesTen(range(4), batch_size=2))
+    assert "TimesTen" in message
+    assert not warned(Named(range(4), batch_size=2))
+    assert not warned(skip_first_batches(DataLoader(range(4), batch_size=2), 1))
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    assert not warned(torchdata.StatefulDataLoader(range(4), batch_size=2))
 
 
 def pair(make: Callable[[], DataLoader[Any]], **options: Any) -> list[Any]:

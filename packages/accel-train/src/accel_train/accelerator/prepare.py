@@ -479,6 +479,25 @@ def _warn_unprepared(arguments: Sequence[Any]) -> None:
                 "prepare() got the class %s, and returns it unchanged. Pass an instance.",
                 argument.__qualname__,
             )
+        elif kind_of(argument) == _OTHERS and (role := _role_of(argument)):
+            logger.warning(
+                "prepare() got a %s, which looks like %s but is none of torch's, and returns it unchanged: "
+                "%s. Prepare the object inside, and wrap the result.",
+                type(argument).__qualname__,
+                *role,
+            )
+
+
+def _role_of(argument: Any) -> tuple[str, str] | None:
+    """Return what an object of no known type is used as, and what it does if it is not prepared."""
+    if isinstance(argument, type):
+        return None
+    if callable(getattr(argument, "step", None)) and callable(getattr(argument, "zero_grad", None)):
+        return "an optimizer", "it steps in every micro-batch"
+    holds_loader = any(isinstance(value, DataLoader) for value in getattr(argument, "__dict__", {}).values())
+    if hasattr(type(argument), "__iter__") and (holds_loader or hasattr(argument, "batch_size")):
+        return "a loader", "every process reads all of its data, on the CPU"
+    return None
 
 
 @frozen

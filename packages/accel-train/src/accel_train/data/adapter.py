@@ -31,6 +31,7 @@ from accel_train.data.reading import (
     StreamReading,
     T_co,
     TorchLoader,
+    WorkersEpoch,
     as_state_dict,
     batches_yielded,
     index_source,
@@ -125,6 +126,11 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         self._resume_epoch: int | None = None
         self._progress = LoaderProgress()
         self._base: Any = None
+        self._workers_epoch: WorkersEpoch | None = None
+        follows = isinstance(dataset, IterableDataset) and hasattr(dataset, "set_epoch")
+        if follows and self.persistent_workers and not isinstance(dataset, IterableDatasetShard):
+            self._workers_epoch = WorkersEpoch(self.worker_init_fn)
+            self.worker_init_fn = self._options["worker_init_fn"] = self._workers_epoch
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Copy or pickle the loader without its current iteration: the copy begins a new one."""
@@ -184,6 +190,8 @@ class DataLoaderAdapter(TorchLoader[T_co]):
             set_epoch_of(part, epoch)
             part = getattr(part, "batch_sampler", getattr(part, "sampler", None))
         set_epoch_of(self.dataset, epoch)
+        if self._workers_epoch is not None:
+            self._workers_epoch.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, and during an iteration the data consumed, up to the last batch.

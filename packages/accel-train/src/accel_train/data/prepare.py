@@ -99,6 +99,7 @@ def prepare_data_loader(
         return dataloader
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader, but got {dataloader!r}.")
+    _warn_of_own_iterations(type(dataloader))
     # 1. Determine how data is sharded across ranks.
     runtime = current_or_single()
     world, index, together = _data_parallel_shape(torch_device_mesh, num_processes, process_index)
@@ -153,6 +154,18 @@ def prepare_data_loader(
     if is_shard and not isinstance(dataloader.dataset, IterableDatasetShard):
         loader.dataset_parts = ranks
     return loader
+
+
+def _warn_of_own_iterations(kind: type[Any]) -> None:
+    """Warn of a subclass that changes batches, or bounds an endless sampler, as it iterates."""
+    owner = next(base for base in kind.__mro__ if "__iter__" in vars(base))
+    if owner.__module__.partition(".")[0] not in {"torch", "torchdata", "accel_train"}:
+        logger.warning(
+            "A prepared loader reads the dataset itself, so that %s.__iter__ has no effect: what it does to "
+            "batches is missing, and an endless sampler does not end. Change batches in the dataset or in "
+            "collate_fn, or do not prepare this loader.",
+            owner.__qualname__,
+        )
 
 
 def _data_parallel_shape(

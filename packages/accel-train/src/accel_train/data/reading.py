@@ -246,6 +246,38 @@ class RotatedWorkerIds:
             self.inner(worker_id)
 
 
+class WorkersEpoch:
+    """A `worker_init_fn` through which an iterable dataset in persistent workers follows `set_epoch`.
+
+    Each worker has a copy of the dataset, which begins every iteration with the epoch set last.
+    """
+
+    def __init__(self, inner: Callable[[int], None] | None) -> None:
+        self.inner = inner
+        self._epoch = torch.tensor(-1, device="cpu")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration of the workers, also of those started later."""
+        self._epoch.share_memory_().fill_(epoch)  # a copied tensor is not shared any more
+
+    def __call__(self, worker_id: int) -> None:
+        """Replace the class of this worker's dataset with one that sets the epoch before it iterates."""
+        if self.inner is not None:
+            self.inner(worker_id)
+        info, shared = get_worker_info(), self._epoch
+        if info is None:
+            return
+        dataset: Any = info.dataset
+        kind: Any = getattr(type(dataset), "_iterates", type(dataset))
+
+        def iterate(dataset: Any) -> Iterator[Any]:
+            if shared >= 0:
+                dataset.set_epoch(int(shared))
+            return kind.__iter__(dataset)
+
+        dataset.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate, "_iterates": kind})
+
+
 _SAMPLING = ("batch_size", "shuffle", "sampler", "drop_last", "generator")
 INDEXING = frozenset({"batch_size", "shuffle", "sampler", "drop_last", "batch_sampler"})
 """The arguments of a torch loader that select its indices; `IndexSource.options` replaces them."""
