@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -292,21 +292,23 @@ def filter_hosts(
         >>> filter_hosts(hosts, inclusion="b:0,2"), filter_hosts(hosts, exclusion="a@b:3")
         ({'b': 2}, {'b': 3})
     """
-    slots = {host: set(range(number)) for host, number in hosts.items()}
+    used: dict[str, Collection[int]] = {host: range(number) for host, number in hosts.items()}
     if inclusion:
-        chosen = _parse_filter(inclusion, slots, "inclusion")
-        slots = {host: chosen[host] for host in slots if host in chosen}
-    if exclusion:
-        dropped = _parse_filter(exclusion, slots, "exclusion")
-        slots = {host: used - dropped.get(host, set()) for host, used in slots.items()}
-    result = {host: len(used) for host, used in slots.items() if used}
-    if not result:
+        chosen = _parse_filter(inclusion, used, "inclusion")
+        used = {host: chosen[host] for host in used if host in chosen}
+    dropped = _parse_filter(exclusion, used, "exclusion") if exclusion else {}
+    result = {
+        host: len(slots) - sum(slot in slots for slot in dropped.get(host, ()))
+        for host, slots in used.items()
+        if dropped.get(host) != range(hosts[host])
+    }
+    if not any(result.values()):
         raise SettingsError("the filters exclude all machines of the hostfile.")
-    return result
+    return {host: number for host, number in result.items() if number}
 
 
-def _parse_filter(text: str, slots: Mapping[str, set[int]], kind: str) -> dict[str, set[int]]:
-    selected: dict[str, set[int]] = {}
+def _parse_filter(text: str, slots: Mapping[str, Collection[int]], kind: str) -> dict[str, Collection[int]]:
+    selected: dict[str, Collection[int]] = {}
     for part in text.split("@"):
         host, colon, numbers = part.strip().partition(":")
         if host not in slots:
@@ -317,12 +319,14 @@ def _parse_filter(text: str, slots: Mapping[str, set[int]], kind: str) -> dict[s
             chosen = {int(number) for number in numbers.split(",")} if colon else slots[host]
         except ValueError:
             raise SettingsError(f"the {kind} filter {text!r}: {numbers!r} are not slot numbers.") from None
-        if not chosen <= slots[host]:
+        absent = sorted(slot for slot in chosen if slot not in slots[host]) if colon else []
+        if absent:
             raise SettingsError(
-                f"the {kind} filter {text!r} names slots that {host!r} does not have: "
-                f"{sorted(chosen - slots[host])}."
+                f"the {kind} filter {text!r} names slots that {host!r} does not have: {absent}."
             )
-        selected[host] = selected.get(host, set()) | chosen
+        if colon and host in selected and selected[host] != slots[host]:
+            chosen = {*selected[host], *chosen}
+        selected[host] = chosen
     return selected
 
 
