@@ -80,7 +80,7 @@ def test_each_kind_of_mpirun_gets_its_own_flags(version, expected, script):
     made = plan(*line, file={"distributed_type": "MULTI_CPU"}, script=script)
     assert made.runner == "mpirun"
     environ = {**made.environ, "MASTER_ADDR": "n1"}
-    words = launchers.mpi_arguments(made, launchers.find_mpi_vendor(version), environ)
+    words = launchers.mpi_arguments(made, environ, is_open=launchers.is_open_mpi(version))
     end = words.index(sys.executable)
     assert words[:end] == expected
     assert words[end:] == [sys.executable, "-m", "accel_cli.launch.worker", "--aloud", script, "--lr", "1"]
@@ -113,7 +113,7 @@ def test_processes_are_spread_over_the_machines_of_the_hostfile(
 
 def test_an_unknown_mpirun_is_named():
     with pytest.raises(SettingsError, match=r"'something else'.*Open MPI, Intel MPI, MVAPICH, MPICH"):
-        launchers.find_mpi_vendor("something else")
+        launchers.is_open_mpi("something else")
 
 
 def test_without_mpirun_the_message_names_it(script):

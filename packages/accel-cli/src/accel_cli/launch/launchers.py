@@ -378,74 +378,49 @@ def mpi_command(plan: LaunchPlan) -> Command:
         "MASTER_PORT": str(choose_port(plan.launch)),
     }
     environ = {**plan.environ, **master_variables}
-    line = [mpirun, *mpi_arguments(plan, find_mpi_vendor(plan.machine.mpirun), environ)]
+    line = [mpirun, *mpi_arguments(plan, environ, is_open=is_open_mpi(plan.machine.mpirun))]
     return Command(command=tuple(line), environ=environ)
 
 
-def mpi_arguments(plan: LaunchPlan, vendor: MpiVendor, environ: Mapping[str, str]) -> list[str]:
+def mpi_arguments(plan: LaunchPlan, environ: Mapping[str, str], *, is_open: bool) -> list[str]:
     """Return the arguments of `mpirun`."""
     exported = [name for name in environ if name in BY_VARIABLE or name in _MPI_VARIABLES]
-    variables = [word.format(name=name, value=environ[name]) for name in exported for word in vendor.variable]
+    hostfile = str(Path(plan.merged.settings.mpi.hostfile or "").expanduser())
+    if is_open:
+        hosts = ["--hostfile", hostfile, "--map-by", f"ppr:{plan.local_processes}:node"]
+        variables = [word for name in exported for word in ("-x", f"{name}={environ[name]}")]
+    else:
+        hosts = ["-f", hostfile, "-ppn", str(plan.local_processes)]
+        variables = [word for name in exported for word in ("-genv", name, environ[name])]
     python = [] if plan.launch.no_python else [sys.executable, "-m", WORKER]
-    return [
-        *("-n", str(plan.launch.num_processes)),
-        *(vendor.hostfile, str(Path(plan.merged.settings.mpi.hostfile or "").expanduser())),
-        *(word.format(plan.local_processes) for word in vendor.per_machine),
-        *variables,
-        *python,
-        *worker_line(plan, aloud=True),
-    ]
+    number = str(plan.launch.num_processes)
+    return ["-n", number, *hosts, *variables, *python, *worker_line(plan, aloud=True)]
 
 
 _MPI_VARIABLES = ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")
 """Variables that processes on other machines need in addition to the settings."""
 
 
-@frozen
-class MpiVendor:
-    """The vendor of an `mpirun`, and its flags; the defaults are those of the Hydra process manager.
-
-    Args:
-        sign: A substring of the output of its `--version`.
-        hostfile: The flag for the hostfile.
-        per_machine: The arguments for the number of processes per node, as a format string.
-        variable: The arguments for a variable, as a format string of `name` and `value`.
-    """
-
-    name: str
-    sign: str
-    hostfile: str = "-f"
-    per_machine: tuple[str, ...] = ("-ppn", "{}")
-    variable: tuple[str, ...] = ("-genv", "{name}", "{value}")
+_HYDRA = ("Intel(R) MPI", "MVAPICH", "HYDRA")
+"""What `mpirun --version` of Intel MPI, MVAPICH and MPICH has; their process manager is Hydra."""
 
 
-MPI_VENDORS: tuple[MpiVendor, ...] = (
-    MpiVendor(
-        name="Open MPI",
-        sign="Open MPI",
-        hostfile="--hostfile",
-        per_machine=("--map-by", "ppr:{}:node"),
-        variable=("-x", "{name}={value}"),
-    ),
-    MpiVendor(name="Intel MPI", sign="Intel(R) MPI"),
-    MpiVendor(name="MVAPICH", sign="MVAPICH"),
-    MpiVendor(name="MPICH", sign="HYDRA"),
-)
-"""The known vendors, in the order of detection."""
+def is_open_mpi(version: str) -> bool:
+    """Return whether an `mpirun` is that of Open MPI, by the output of its `--version`.
 
-
-def find_mpi_vendor(version: str) -> MpiVendor:
-    """Return the vendor of an `mpirun` by the output of its `--version`.
+    Raises:
+        SettingsError: It is neither Open MPI nor based on Hydra.
 
     Example:
-        >>> find_mpi_vendor("mpirun (Open MPI) 4.1.4").name
-        'Open MPI'
+        >>> is_open_mpi("mpirun (Open MPI) 4.1.4"), is_open_mpi("HYDRA build details:")
+        (True, False)
     """
-    for vendor in MPI_VENDORS:
-        if vendor.sign in version:
-            return vendor
-    known = ", ".join(vendor.name for vendor in MPI_VENDORS)
-    raise SettingsError(f"the version of mpirun is {version.strip()[:80]!r}: supported are {known}.")
+    if "Open MPI" not in version and not any(sign in version for sign in _HYDRA):
+        raise SettingsError(
+            f"the version of mpirun is {version.strip()[:80]!r}: supported are Open MPI, Intel MPI, MVAPICH, "
+            "MPICH."
+        )
+    return "Open MPI" in version
 
 
 def deepspeed_command(plan: LaunchPlan) -> Command:
