@@ -271,7 +271,7 @@ def parse_hosts(lines: Sequence[str], source: str) -> dict[str, int]:
     return slots
 
 
-_LINE = re.compile(r"(?P<host>[^\s:=]+)\s+slots\s*=\s*(?P<slots>\d+)\s*")
+_LINE = re.compile(r"(?P<host>[^\s:=]+)\s+slots\s*=\s*(?P<slots>\d{1,9})\s*")
 
 
 def filter_hosts(
