@@ -349,7 +349,7 @@ def test_a_tied_weight_is_copied_once_for_blocks_that_follow_each_other(tmp_path
     copied, original = [], DeviceStreams.copy_
 
     def copy_(streams, target, source):
-        copied.append(target.numel())
+        copied.append(target.nbytes)
         original(streams, target, source)
 
     monkeypatch.setattr(DeviceStreams, "copy_", copy_)

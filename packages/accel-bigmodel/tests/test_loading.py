@@ -126,20 +126,6 @@ def test_the_index_decides_which_file_a_tensor_comes_from(tmp_path, suffix, name
     assert torch.equal(model(torch.ones(1, 2)), torch.full((1, 2), 8.0))
 
 
-def test_the_index_decides_which_dtype_an_inferred_map_counts(tmp_path):
-    wide = {f"{i}.weight": torch.ones(64, 64) for i in range(4)}
-    save_file({name: tensor.half() for name, tensor in wide.items()}, tmp_path / "a.safetensors")
-    save_file(wide, tmp_path / "b.safetensors")
-    save_file({"x": torch.ones(1)}, tmp_path / "c.safetensors")
-    table = {**dict.fromkeys(wide, "a.safetensors"), "x": "c.safetensors", "y": "b.safetensors"}
-    (tmp_path / "m.index.json").write_text(json.dumps({"weight_map": table}))
-    with init_empty_weights():
-        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
-    model = load_checkpoint_and_dispatch(model, tmp_path, "auto", {"cpu": 28 << 10}, dtype=torch.half)
-    # A layer takes 8 KiB on the CPU; one from the disk would take 24, in both dtypes, if it were cast.
-    assert [*model.hf_device_map.values()].count("cpu") == 2
-
-
 def test_a_tensor_that_the_index_misplaces_or_lacks_is_still_found(tmp_path):
     source = nn.Linear(2, 2)
     save_file({"weight": source.weight.detach()}, tmp_path / "a.safetensors")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Generator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,7 +23,6 @@ from accel_ops.weights.tensors import (
     named_module_tensors,
     non_persistent_buffers,
 )
-from accel_state.frozen import frozen
 from accel_state.torch_private import run_uncompiled
 
 if TYPE_CHECKING:
@@ -382,29 +380,6 @@ def align_hooks_of(module: nn.Module) -> list[AlignDevicesHook]:
     return hooks
 
 
-@frozen
-class _Attachment:
-    """The common arguments of all hooks of one call."""
-
-    weights_map: Mapping[str, Tensor] | None = None
-    offload_buffers: bool = False
-    skip_keys: str | list[str] | None = None
-    preload: frozenset[str] = frozenset()
-    tied: TiedMap | None = None
-
-    def hook(self, device: Device | None, name: str = "", **options: Any) -> AlignDevicesHook:
-        weights = self.weights_map if options.get("offload") else None
-        prefix = f"{name}." if name else ""
-        return AlignDevicesHook(
-            execution_device=device,
-            weights_map=None if weights is None else PrefixedDataset(weights, prefix),
-            offload_buffers=self.offload_buffers,
-            skip_keys=self.skip_keys,
-            tied_params_map=self.tied,
-            **options,
-        )
-
-
 def attach_align_device_hook(
     module: nn.Module,
     execution_device: torch.device | int | str | None = None,
@@ -430,14 +405,29 @@ def attach_align_device_hook(
             forward uses the weights of submodules without calling them.
         tied_params_map: Address of a tensor to its copies by device.
     """
-    common = _Attachment(
-        weights_map=weights_map,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload=frozenset(preload_module_classes or ()),
-        tied=tied_params_map,
-    )
-    _align(module, module_name, execution_device, offload, common)
+    prefix = f"{module_name}." if module_name else ""
+    is_whole = offload and type(module).__name__ in (preload_module_classes or ())
+    options: dict[str, Any] = {
+        "offload_buffers": offload_buffers,
+        "skip_keys": skip_keys,
+        "tied_params_map": tied_params_map,
+    }
+    if is_whole or any(True for _ in named_module_tensors(module)):
+        weights = PrefixedDataset(weights_map, prefix) if offload and weights_map is not None else None
+        hook = AlignDevicesHook(
+            execution_device, offload, weights_map=weights, place_submodules=is_whole, **options
+        )
+        add_hook_to_module(module, hook, append=True)
+    for leaf, child in () if is_whole else module.named_children():
+        attach_align_device_hook(
+            child,
+            execution_device,
+            offload,
+            weights_map,
+            module_name=prefix + leaf,
+            preload_module_classes=preload_module_classes,
+            **options,
+        )
 
 
 def attach_execution_device_hook(
@@ -452,10 +442,15 @@ def attach_execution_device_hook(
     No hook is attached to submodules of classes in `preload_module_classes`; the other arguments are as in
     `attach_align_device_hook`.
     """
-    common = _Attachment(
-        skip_keys=skip_keys, preload=frozenset(preload_module_classes or ()), tied=tied_params_map
-    )
-    _execute(module, execution_device, common)
+    if hook_of(module) is None and any(True for _ in named_module_tensors(module, recurse=True)):
+        hook = AlignDevicesHook(
+            execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map, only=()
+        )
+        add_hook_to_module(module, hook)
+    for child in () if type(module).__name__ in (preload_module_classes or ()) else module.children():
+        attach_execution_device_hook(
+            child, execution_device, skip_keys, preload_module_classes, tied_params_map
+        )
 
 
 def attach_align_device_hook_on_blocks(
@@ -474,92 +469,67 @@ def attach_align_device_hook_on_blocks(
     `execution_device` and `offload` may be mappings from names of blocks (or individual tensors); the other
     arguments are as in `attach_align_device_hook`.
     """
-    common = _Attachment(
-        weights_map=weights_map,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload=frozenset(preload_module_classes or ()),
-        tied=tied_params_map,
-    )
-    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
-        _block(module, module_name, execution_device, offload, common, outermost=True)
-        return
-    names = {*(execution_device if isinstance(execution_device, Mapping) else ())} or {
-        *(offload if isinstance(offload, Mapping) else ())
+    devices, offloads = execution_device, offload
+    if not isinstance(devices, Mapping):
+        names = offloads if isinstance(offloads, Mapping) else (module_name,)
+        devices = dict.fromkeys(names, devices)
+    if not isinstance(offloads, Mapping):
+        offloads = dict.fromkeys(devices, offloads)
+    options: dict[str, Any] = {
+        "offload_buffers": offload_buffers,
+        "skip_keys": skip_keys,
+        "tied_params_map": tied_params_map,
     }
-    devices = (
-        execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
-    )
-    is_off_device = offload if isinstance(offload, Mapping) else dict.fromkeys(names, offload)
-    _blocks(module, module_name, devices, is_off_device, common)
+    _attach_blocks(module, module_name, devices, offloads, weights_map, preload_module_classes, options)
 
 
-def _blocks(
+def _attach_blocks(
     module: nn.Module,
     name: str,
     devices: Mapping[str, Device | None],
-    is_off_device: Mapping[str, bool],
-    common: _Attachment,
+    offloads: Mapping[str, bool],
+    weights_map: Mapping[str, Tensor] | None,
+    preload: Sequence[str] | None,
+    options: Mapping[str, Any],
+    *,
+    outermost: bool = True,
 ) -> None:
     prefix = f"{name}." if name else ""
-    direct = {leaf for leaf, _ in named_module_tensors(module) if prefix + leaf in is_off_device}
-    if name in devices and name in is_off_device:
-        _block(module, name, devices[name], is_off_device[name], common, outermost=not name)
-    elif not name:
-        add_hook_to_module(
-            module,
-            replace(common, weights_map=None).hook(devices.get(""), io_same_device=True, only=()),
-            append=True,
-        )
-    for device, offloaded in {(devices.get(prefix + leaf), is_off_device[prefix + leaf]) for leaf in direct}:
-        only = {
-            leaf
-            for leaf in direct
-            if (devices.get(prefix + leaf), is_off_device[prefix + leaf]) == (device, offloaded)
-        }
-        add_hook_to_module(module, common.hook(device, name, offload=offloaded, only=only), append=True)
-    for leaf, child in module.named_children():
-        _blocks(child, prefix + leaf, devices, is_off_device, common)
-
-
-def _block(
-    module: nn.Module,
-    name: str,
-    device: Device | None,
-    offload: bool,
-    common: _Attachment,
-    *,
-    outermost: bool,
-) -> None:
-    if not offload:
-        hook = common.hook(device, io_same_device=outermost, place_submodules=True)
-        add_hook_to_module(module, hook, append=True)
+    direct = [leaf for leaf, _ in named_module_tensors(module) if prefix + leaf in offloads]
+    if name in devices and name in offloads:
+        device, is_offloaded = devices[name], offloads[name]
+        if is_offloaded:
+            attach_align_device_hook(
+                module,
+                device,
+                is_offloaded,
+                weights_map,
+                module_name=name,
+                preload_module_classes=preload,
+                **options,
+            )
+        if not is_offloaded or hook_of(module) is None:
+            hook = AlignDevicesHook(
+                device,
+                io_same_device=outermost,
+                place_submodules=not is_offloaded,
+                only=() if is_offloaded else None,
+                **options,
+            )
+            add_hook_to_module(module, hook, append=True)
         if device is not None:
-            _execute(module, device, common)
-        return
-    _align(module, name, device, offload, common)
-    if hook_of(module) is None:
-        hook = common.hook(device, io_same_device=outermost, only=())
+            attach_execution_device_hook(
+                module, device, options["skip_keys"], preload, options["tied_params_map"]
+            )
+    elif outermost:
+        hook = AlignDevicesHook(devices.get(""), io_same_device=True, only=(), **options)
         add_hook_to_module(module, hook, append=True)
-    if device is not None:
-        _execute(module, device, common)
-
-
-def _align(module: nn.Module, name: str, device: Device | None, offload: bool, common: _Attachment) -> None:
-    preload = offload and type(module).__name__ in common.preload
-    if preload or any(True for _ in named_module_tensors(module)):
-        hook = common.hook(device, name, offload=offload, place_submodules=preload)
+    for place in dict.fromkeys((devices.get(prefix + leaf), offloads[prefix + leaf]) for leaf in direct):
+        only = {leaf for leaf in direct if (devices.get(prefix + leaf), offloads[prefix + leaf]) == place}
+        weights = PrefixedDataset(weights_map, prefix) if place[1] and weights_map is not None else None
+        hook = AlignDevicesHook(place[0], place[1], weights_map=weights, only=only, **options)
         add_hook_to_module(module, hook, append=True)
-    if preload:
-        return
     for leaf, child in module.named_children():
-        _align(child, f"{name}.{leaf}" if name else leaf, device, offload, common)
-
-
-def _execute(module: nn.Module, device: Device, common: _Attachment) -> None:
-    if hook_of(module) is None and any(True for _ in named_module_tensors(module, recurse=True)):
-        add_hook_to_module(module, common.hook(device, only=()))
-    if type(module).__name__ in common.preload:
-        return
-    for child in module.children():
-        _execute(child, device, common)
+        _attach_blocks(
+            child, prefix + leaf, devices, offloads, weights_map, preload, options, outermost=False
+        )

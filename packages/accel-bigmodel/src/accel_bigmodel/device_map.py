@@ -24,7 +24,7 @@ from accel_bigmodel.device_plan import (
     units_of,
 )
 from accel_bigmodel.host_to_device import available_host_memory
-from accel_bigmodel.sizes import byte_count, class_names, read_layers, streamed_count
+from accel_bigmodel.sizes import byte_count, class_names, read_layers
 from accel_ops.weights.layout import convert_bytes, convert_file_size_to_int
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import named_module_tensors
@@ -228,8 +228,6 @@ def infer_auto_device_map(
     clean_result: bool = True,
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
-    *,
-    stored_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, DeviceKey]:
     """Assign the layers of a model to accelerators in order, then the CPU, then the disk.
 
@@ -251,8 +249,6 @@ def infer_auto_device_map(
         offload_buffers: Whether buffers of offloaded layers are offloaded; else the main device keeps them.
         fallback_allocation: If an accelerator would stay empty because the next layer is too large for it,
             assign another layer that fits.
-        stored_dtypes: Dtypes of tensors in the checkpoint, by name: a tensor that is cast when it is read
-            from the disk takes memory in both dtypes.
 
     Returns:
         Module (or tensor) name to device: an index, `"cpu"` or `"disk"`.
@@ -273,12 +269,8 @@ def infer_auto_device_map(
     """
     memory = _budgets(max_memory)
     devices = [key for key in memory if key != "disk"]
-    unsplit, count = class_names(no_split_module_classes), byte_count(dtype, special_dtypes)
-    layers = read_layers(model, unsplit, count)
-    disk_blocks = None
-    if stored_dtypes is not None:
-        disk_blocks = read_layers(model, unsplit, streamed_count(count, dtype, stored_dtypes)).blocks
-    units = units_of(layers, disk_blocks)
+    layers = read_layers(model, class_names(no_split_module_classes), byte_count(dtype, special_dtypes))
+    units = units_of(layers)
     machine = _machine(devices, memory, keep_buffers=not offload_buffers)
     placed = devices_of(assign_units(units, machine), len(units.sizes))
     if fallback_allocation:
@@ -305,8 +297,6 @@ def automatic_device_map(
     max_memory: Mapping[int | str, float | str] | None,
     no_split: str | Sequence[str] | None,
     offload_buffers: bool = False,
-    *,
-    stored_dtypes: Mapping[str, torch.dtype] | None = None,
     **dtypes: Any,
 ) -> dict[str, DeviceKey]:
     """Infer a device map of a named kind, such as `"balanced"`.
@@ -322,9 +312,7 @@ def automatic_device_map(
         max_memory = get_balanced_memory(
             model, max_memory, no_split, low_zero=kind == "balanced_low_0", **dtypes
         )
-    return infer_auto_device_map(
-        model, max_memory, no_split, offload_buffers=offload_buffers, stored_dtypes=stored_dtypes, **dtypes
-    )
+    return infer_auto_device_map(model, max_memory, no_split, offload_buffers=offload_buffers, **dtypes)
 
 
 def merged(layers: Layers, where: Sequence[int]) -> list[tuple[str, int]]:

@@ -32,7 +32,6 @@ class PlacementUnits:
         sizes: Bytes, with tied tensors counted once.
         totals: Bytes of its largest layer.
         blocks: Bytes of the largest block that begins in it if its layers are offloaded.
-        disk_blocks: The same if they are on the disk, where weights may have other dtypes.
         buffers: Bytes of buffers.
         members: The layers of each unit.
         sums: Running totals of `sizes`, from 0.
@@ -41,7 +40,6 @@ class PlacementUnits:
     sizes: list[int]
     totals: list[int]
     blocks: list[int]
-    disk_blocks: list[int]
     buffers: list[int]
     members: list[tuple[int, ...]]
     sums: list[int] = field(init=False)
@@ -50,9 +48,8 @@ class PlacementUnits:
         object.__setattr__(self, "sums", list(accumulate(self.sizes, initial=0)))
 
 
-def units_of(layers: Layers, disk_blocks: Sequence[int] | None = None) -> PlacementUnits:
+def units_of(layers: Layers) -> PlacementUnits:
     """Merge layers that share tied tensors into units."""
-    blocks = layers.blocks or layers.totals
     members = _groups(len(layers.sizes), layers.ties)
 
     def merge(combine: Callable[[Iterable[int]], int], column: Sequence[int]) -> list[int]:
@@ -61,8 +58,7 @@ def units_of(layers: Layers, disk_blocks: Sequence[int] | None = None) -> Placem
     return PlacementUnits(
         sizes=merge(sum, layers.sizes),
         totals=merge(max, layers.totals),
-        blocks=merge(max, blocks),
-        disk_blocks=merge(max, disk_blocks or blocks),
+        blocks=merge(max, layers.blocks or layers.totals),
         buffers=merge(sum, layers.buffers),
         members=members,
     )
@@ -131,16 +127,12 @@ def _with_room(units: PlacementUnits, machine: DeviceBudgets, blocks: int) -> li
     while ends != before:
         before = ends
         off_device, on_disk = _end(ends, machine.executors), _end(ends, len(ends))
-        room = blocks * _allocated(_largest(units.blocks[off_device:], units.disk_blocks[on_disk:]))
+        room = blocks * _allocated(max(units.blocks[off_device:], default=0))
         room += sum(units.buffers[off_device:]) if machine.keep_buffers else 0
         # The first device with any layer executes the offloaded ones.
         main = next((device for device, end in enumerate(ends) if end), machine.executors - 1)
         ends = fill(units, _less(machine, room, max(units.totals[on_disk:], default=0), main=main))
     return ends
-
-
-def _largest(*columns: Sequence[int]) -> int:
-    return max((max(column, default=0) for column in columns), default=0)
 
 
 def _allocated(nbytes: int) -> int:
@@ -232,7 +224,6 @@ def assign_by_size(
         ...     sizes=[9, 2, 9],
         ...     totals=[9, 2, 9],
         ...     blocks=[9, 2, 9],
-        ...     disk_blocks=[9, 2, 9],
         ...     buffers=[0, 0, 0],
         ...     members=[(0,), (1,), (2,)],
         ... )

@@ -39,7 +39,7 @@ from accel_bigmodel.placement import check_device_same, sites_of
 from accel_ops.weights.layout import OFFLOAD_INDEX_NAME
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import find_tied_parameters, retie_parameters
-from accel_state.device_kinds import CPU, KINDS, PEER_ACCESS_DRIVER, available_kind, check_cuda_p2p_ib_support
+from accel_state.device_kinds import PEER_ACCESS_DRIVER, check_cuda_p2p_ib_support
 from accel_state.errors import SettingsError, some_of
 
 if TYPE_CHECKING:
@@ -436,7 +436,7 @@ def _guard_moves(model: nn.Module, *, offloaded: bool) -> None:
     """Raise when a model with offloaded weights is moved: its hooks would move weights to the old devices."""
     if not offloaded:
         return
-    for name in ("to", *{kind.type for kind in (*KINDS, available_kind()) if kind is not CPU}):
+    for name in _accelerate_added_attributes:
         if hasattr(type(model), name):
             move: Callable[..., Any] = getattr(model, name)
             vars(model)[name] = functools.wraps(move)(functools.partial(_refuse_or_move, model, move))

@@ -26,22 +26,25 @@ if TYPE_CHECKING:
     from accel_ops.weights.safetensors_io import SafetensorsFile
 
 
-SLOT_BYTES = 32 << 20
-SLOTS = 4
-"""Large enough for full bandwidth of disk and device, small enough that pinning them is quick."""
+SLOT_BYTES = 16 << 20
+SLOTS = 8
+"""Large enough for full bandwidth of disk and device, small enough that pinning them is quick.
+
+Eight threads read 7 GB of cached pages into pinned memory and copy them to an H100 at 22 GB/s, one thread at 4.
+"""
 
 
 @frozen
 class Span:
-    """A range of bytes of a source from `begin` on, and its target: flat device memory.
+    """Elements of dtype `stored` of a source from the byte `begin` on, and their target: flat device memory.
 
-    The target has dtype uint8, or a dtype to which the elements, of dtype `stored`, are cast on the host.
+    They are cast to the dtype of the target on the host: the device may have room for the cast ones only.
     """
 
     source: SafetensorsFile | StoredTensor
     begin: int
+    stored: torch.dtype
     target: Tensor
-    stored: torch.dtype = torch.uint8
 
 
 class HostToDevice:
@@ -123,9 +126,8 @@ class HostToDevice:
 def _read(span: Span, host: Tensor) -> None:
     """Fill host memory with a span's elements."""
     if span.stored == host.dtype:
-        span.source.read_into(host, span.begin)
+        span.source.read_into(host.view(torch.uint8), span.begin)
         return
-    # Not on the device, which may have room for the cast elements only.
     raw = torch.empty(host.numel() * span.stored.itemsize, dtype=torch.uint8, device="cpu")
     span.source.read_into(raw, span.begin)
     host.copy_(raw.view(span.stored))
@@ -160,10 +162,8 @@ def upload(
         nbytes = math.prod(entry.shape) * dtype.itemsize
         flat = streams.empty(max(nbytes, dtype.itemsize))[:nbytes]
         tensors[name] = flat.view(dtype).view(entry.shape)
-        if nbytes and dtype != entry.dtype:
-            spans.append(Span(source=file, begin=entry.begin, target=flat.view(dtype), stored=entry.dtype))
-        elif nbytes:
-            spans.append(Span(source=file, begin=entry.begin, target=flat))
+        if nbytes:
+            spans.append(Span(source=file, begin=entry.begin, stored=entry.dtype, target=flat.view(dtype)))
     # The memory belongs to the current stream, whose earlier work may still use it.
     pipeline.stream.wait_stream(streams.current_stream())
     try:

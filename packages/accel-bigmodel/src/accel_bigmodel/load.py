@@ -29,7 +29,7 @@ from accel_bigmodel.placement import (
     sites_of,
     torch_dtype,
 )
-from accel_bigmodel.sources import Source, broadcast_sources, open_checkpoint, stored_dtypes
+from accel_bigmodel.sources import Source, broadcast_sources, open_checkpoint
 from accel_ops.weights.layout import convert_bytes
 from accel_ops.weights.mapped import can_replace_mapped
 from accel_ops.weights.read import device_of
@@ -547,7 +547,6 @@ def load_checkpoint_and_dispatch(
             max_memory,
             no_split_module_classes,
             offload_buffers,
-            stored_dtypes=None if broadcast_from_rank0 else stored_dtypes(sources),
             dtype=dtype,
         )
     on_disk = device_map is not None and "disk" in device_map.values()

@@ -95,8 +95,8 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes in the stored dtype."""
-        return self.memory.nbytes
+        """Its size in bytes in the dtype in which it is used."""
+        return self.memory.numel() * self.dtype.itemsize
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -111,7 +111,7 @@ class StoredTensor:
         return (self.memory if self.file is None else self.file.read(self.name)).to(self.dtype)
 
     def read_into(self, target: Tensor, begin: int) -> None:
-        """Fill a flat uint8 tensor on the CPU with the bytes from `begin` on."""
+        """Fill a flat uint8 tensor on the CPU with the stored bytes from `begin` on."""
         if self.file is not None:
             self.file.read_into(target, self.file.entries[self.name].begin + begin)
             return

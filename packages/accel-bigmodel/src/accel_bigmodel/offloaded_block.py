@@ -52,7 +52,7 @@ class _Unit:
         users: Number of acquisitions.
         transfer: The pending or finished copy, with its event on a device with streams.
         values: The tensors on the device, while it is acquired.
-        memory: The buffer, and the tensors cast from it.
+        memory: The buffer on the device.
     """
 
     tensors: list[tuple[list[str], StoredTensor, int]] = field(
@@ -63,7 +63,7 @@ class _Unit:
     users: int = 0
     transfer: Future[tuple[list[Any], torch.Event | None]] | None = None
     values: dict[str, Tensor] | None = None
-    memory: list[Tensor] = field(default_factory=list["Tensor"])
+    memory: Tensor | None = None
 
     def add(self, names: list[str], stored: StoredTensor) -> None:
         """Append a tensor to the buffer."""
@@ -73,17 +73,22 @@ class _Unit:
     def spans(self, buffer: Tensor) -> list[Span]:
         """Return the spans to copy."""
         return [
-            Span(source=stored, begin=0, target=buffer[begin : begin + stored.nbytes])
+            Span(
+                source=stored,
+                begin=0,
+                stored=stored.memory.dtype,
+                target=buffer[begin : begin + stored.nbytes].view(stored.dtype),
+            )
             for _, stored, begin in self.tensors
             if stored.nbytes
         ]
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of a buffer as views, cast where they are used in another dtype."""
+        """Return the tensors of a buffer as views."""
         values: dict[str, Tensor] = {}
         for names, stored, begin in self.tensors:
             flat = buffer[begin : begin + stored.nbytes]
-            value = flat.view(stored.memory.dtype).view(stored.memory.shape).to(stored.dtype)
+            value = flat.view(stored.dtype).view(stored.memory.shape)
             values.update(dict.fromkeys(names, value))
         return values
 
@@ -134,7 +139,7 @@ class StreamedBlocks:
             initializer=None if self.streams is None else self.streams.set_current,
         )
         for unit in self._all:
-            unit.users, unit.transfer, unit.values, unit.memory = 0, None, None, []
+            unit.users, unit.transfer, unit.values, unit.memory = 0, None, None, None
 
     def acquire(self, block: str) -> Mapping[str, Tensor]:
         """Return the tensors of a block; the current stream waits, on the device, until they are copied."""
@@ -166,8 +171,8 @@ class StreamedBlocks:
             if self.streams is not None:
                 current = self.streams.current_stream()
                 for unit in self._units[block]:
-                    for tensor in unit.memory:
-                        self.streams.record_stream(tensor, current)
+                    if unit.memory is not None:
+                        self.streams.record_stream(unit.memory, current)
                 done = self.streams.new_event()
                 done.record(current)
                 self._released.append(done)
@@ -265,18 +270,13 @@ class StreamedBlocks:
         current = self.streams.current_stream()
         current.wait_event(ready)
         if unit.values is None:
-            buffer: Any = copied.pop()
-            unit.values = unit.views(buffer)
-            casts = [unit.values[names[0]] for names, stored, _ in unit.tensors if stored.is_cast]
-            unit.memory = [buffer, *casts]
-            if casts:
-                ready.record(current)  # streams of other threads must also wait for the casts
+            buffer: Tensor = copied.pop()
+            unit.memory, unit.values = buffer, unit.views(buffer)
         return unit.values
 
     def _drop(self, unit: _Unit) -> None:
         if not unit.users and unit not in self._prefetched:
-            unit.transfer = unit.values = None
-            unit.memory = []
+            unit.transfer = unit.values = unit.memory = None
 
     def _make_units(self) -> dict[str, list[_Unit]]:
         """Put the tensors of each block in a unit, and each tensor of several blocks in one of its own."""
@@ -320,7 +320,7 @@ class StreamedBlocks:
             used += unit.nbytes
             for index, (names, stored, begin) in enumerate(unit.tensors):
                 flat = unit.pinned[begin : begin + stored.nbytes]
-                view = flat.view(stored.memory.dtype).view(stored.memory.shape)
+                view = flat.view(stored.dtype).view(stored.memory.shape)
                 view.copy_(stored.memory)
                 # The unpinned tensors are freed with their last reference.
                 unit.tensors[index] = (names, replace(stored, memory=view), begin)

@@ -259,27 +259,6 @@ def byte_count(
     return count
 
 
-def streamed_count(
-    count: ByteCount | None, dtype: ElementType | None, stored: Mapping[str, torch.dtype]
-) -> ByteCount:
-    """Create a function that returns the bytes needed to read a tensor from a file and cast it.
-
-    Args:
-        count: Bytes of tensors in the dtypes in which they are used; `None` for their current dtypes.
-        dtype: The dtype in which floating-point tensors are used; by default their current dtype.
-        stored: Dtypes in the file, by name.
-    """
-    floating = None if isinstance(dtype, CustomDtype) else torch_dtype(dtype)
-
-    def streamed(prefix: str, leaf: str, tensor: Tensor) -> int:
-        used = tensor.nbytes if count is None else count(prefix, leaf, tensor)
-        kind = stored.get(prefix + leaf)
-        wanted = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
-        return used if kind is None or kind == wanted else used + tensor.numel() * kind.itemsize
-
-    return streamed
-
-
 def get_max_layer_size(
     modules: Iterable[tuple[str, nn.Module]],
     module_sizes: Mapping[str, int],

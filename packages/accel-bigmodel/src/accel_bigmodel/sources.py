@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -183,17 +183,6 @@ def open_checkpoint(checkpoint: str | os.PathLike[str]) -> list[Source]:
                 if source is not sources[path]:
                     source.tensors.pop(name, None)
     return [*sources.values()]
-
-
-def stored_dtypes(sources: Sequence[Source]) -> dict[str, torch.dtype]:
-    """Return the dtypes of the tensors that may stay in the files of a checkpoint, by name."""
-    # In reverse, since of several files that have a tensor the first one is read.
-    return {
-        name: dtype
-        for source in reversed(sources)
-        if source.in_place
-        for name, (_, dtype) in source.tensors.items()
-    }
 
 
 def local_checkpoint(checkpoint: str | os.PathLike[str]) -> AnyPath:
