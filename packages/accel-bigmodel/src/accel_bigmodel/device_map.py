@@ -231,10 +231,12 @@ def infer_auto_device_map(
 ) -> dict[str, DeviceKey]:
     """Assign the layers of a model to accelerators in order, then the CPU, then the disk.
 
-    No device gets more than its memory. If layers are offloaded, the main device has room left for two of
-    the largest offloaded blocks (one runs while the next is copied), or for one if two would leave no layer
-    on it; the CPU has room for the largest layer on the disk. A block is a module that contains no list of
-    modules. Modules of `no_split_module_classes` are not split. Tied weights count once and share a device.
+    No device gets more than its memory. A tenth of the first accelerator's free memory stays free; explicit
+    limits of `max_memory` may be used up by a model that fits in them. If layers are offloaded, the main
+    device has room left for two of the largest offloaded blocks (one runs while the next is copied), or for
+    one if two would leave no layer on it; the CPU has room for the largest layer on the disk. A block is a
+    module that contains no list of modules. Modules of `no_split_module_classes` are not split. Tied weights
+    count once and share a device.
     The time is linear in the number of modules.
 
     Args:

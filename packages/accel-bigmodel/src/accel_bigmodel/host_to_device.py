@@ -30,7 +30,7 @@ SLOT_BYTES = 16 << 20
 SLOTS = 8
 """Large enough for full bandwidth of disk and device, small enough that pinning them is quick.
 
-Eight threads read 7 GB of cached pages into pinned memory and copy them to an H100 at 22 GB/s, one thread at 4.
+Eight threads read cached pages into pinned memory and copy them to an H100 at 22 GB/s, one thread at 4.
 """
 
 
