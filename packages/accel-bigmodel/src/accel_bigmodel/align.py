@@ -406,19 +406,19 @@ def attach_align_device_hook(
         tied_params_map: Address of a tensor to its copies by device.
     """
     prefix = f"{module_name}." if module_name else ""
-    is_whole = offload and type(module).__name__ in (preload_module_classes or ())
+    is_loaded_together = offload and type(module).__name__ in (preload_module_classes or ())
     options: dict[str, Any] = {
         "offload_buffers": offload_buffers,
         "skip_keys": skip_keys,
         "tied_params_map": tied_params_map,
     }
-    if is_whole or any(True for _ in named_module_tensors(module)):
+    if is_loaded_together or any(True for _ in named_module_tensors(module)):
         weights = PrefixedDataset(weights_map, prefix) if offload and weights_map is not None else None
         hook = AlignDevicesHook(
-            execution_device, offload, weights_map=weights, place_submodules=is_whole, **options
+            execution_device, offload, weights_map=weights, place_submodules=is_loaded_together, **options
         )
         add_hook_to_module(module, hook, append=True)
-    for leaf, child in () if is_whole else module.named_children():
+    for leaf, child in () if is_loaded_together else module.named_children():
         attach_align_device_hook(
             child,
             execution_device,
@@ -524,10 +524,10 @@ def _attach_blocks(
     elif outermost:
         hook = AlignDevicesHook(devices.get(""), io_same_device=True, only=(), **options)
         add_hook_to_module(module, hook, append=True)
-    for place in dict.fromkeys((devices.get(prefix + leaf), offloads[prefix + leaf]) for leaf in direct):
-        only = {leaf for leaf in direct if (devices.get(prefix + leaf), offloads[prefix + leaf]) == place}
-        weights = PrefixedDataset(weights_map, prefix) if place[1] and weights_map is not None else None
-        hook = AlignDevicesHook(place[0], place[1], weights_map=weights, only=only, **options)
+    for target in dict.fromkeys((devices.get(prefix + leaf), offloads[prefix + leaf]) for leaf in direct):
+        only = {leaf for leaf in direct if (devices.get(prefix + leaf), offloads[prefix + leaf]) == target}
+        weights = PrefixedDataset(weights_map, prefix) if target[1] and weights_map is not None else None
+        hook = AlignDevicesHook(target[0], target[1], weights_map=weights, only=only, **options)
         add_hook_to_module(module, hook, append=True)
     for leaf, child in module.named_children():
         _attach_blocks(
