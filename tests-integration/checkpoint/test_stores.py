@@ -336,20 +336,23 @@ def is_saved(target: str | None) -> bool:
 
 def die_at(moment: int) -> None:
     """Kill this process at one of its changes of the store: before it, or after it if the number is even."""
-    real, left = remote.repeated, [moment]
+    left = [moment]
 
-    def request(send: Any, what: str, url: str) -> Any:
-        is_change = what in {"writing", "copying", "deleting"} or "upload" in what
-        left[0] -= is_change
-        dies = is_change and left[0] == 0
-        if dies and moment % 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        made = real(send, what, url)
-        if dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return made
+    def mortal_change(change: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            dies = left[0] == 0
+            if dies and moment % 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            made = change(*args, **kwargs)
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return made
 
-    remote.repeated = request
+        return call
+
+    for name in ("write_bytes", "upload", "copy_to", "unlink", "remove_tree"):
+        setattr(remote.RemotePath, name, mortal_change(getattr(remote.RemotePath, name)))
 
 
 @pytest.mark.slow

@@ -15,8 +15,6 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from accel_state import remote
-
 if TYPE_CHECKING:
     from collections.abc import Generator
 
@@ -202,7 +200,7 @@ def seen_by(url: str) -> dict[str, dict[str, int]]:
 
 @contextlib.contextmanager
 def using_store(url: str, **options: Any) -> Generator[str]:
-    """Let `s3://` lead to a server in this process, with short pauses; give the URL of the bucket."""
+    """Let `s3://` lead to a server in this process, give the URL of the bucket."""
     import fsspec.config  # not in processes that use no store
     import s3fs
 
@@ -211,14 +209,11 @@ def using_store(url: str, **options: Any) -> Generator[str]:
         "key": "key",
         "secret": "secret",
         "client_kwargs": {"region_name": "us-east-1"},
-        "config_kwargs": {"retries": {"total_max_attempts": 1}, "connect_timeout": 5, "read_timeout": 20},
+        "config_kwargs": {"retries": {"max_attempts": 4}, "connect_timeout": 5, "read_timeout": 20},
         **options,
     }
-    before = remote.PAUSE_S, remote.PART_BYTES, s3fs.S3FileSystem.retries
-    remote.PAUSE_S, remote.PART_BYTES, s3fs.S3FileSystem.retries = 0.01, 5 << 20, 1
     try:
         yield f"s3://{BUCKET}"
     finally:
-        remote.PAUSE_S, remote.PART_BYTES, s3fs.S3FileSystem.retries = before
         del fsspec.config.conf["s3"]
         s3fs.S3FileSystem.clear_instance_cache()

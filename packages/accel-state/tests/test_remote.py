@@ -1,10 +1,9 @@
-"""Files on object stores: paths, reading by ranges, uploads in parts, requests that are repeated."""
+"""Files on object stores: paths, reading by ranges, uploads."""
 
 from __future__ import annotations
 
-import errno
-import threading
 from pathlib import Path
+from unittest import mock
 
 import fsspec
 import pytest
@@ -14,12 +13,11 @@ from hypothesis import strategies as st
 from accel_state import remote
 from accel_state.errors import SettingsError
 from accel_state.files import any_path, local_path, open_regular, read_json
-from accel_state.remote import RemoteFile, RemotePath, RemoteWriter, repeated
+from accel_state.remote import RemoteFile, RemotePath
 
 
 @pytest.fixture(autouse=True)
-def files(monkeypatch):
-    monkeypatch.setattr(remote, "PAUSE_S", 0.001)
+def files():
     files = fsspec.filesystem("memory")
     files.store.clear()
     yield files
@@ -73,138 +71,49 @@ def test_paths_answer_as_paths_of_files_do(files):
 def test_any_range_of_a_file_is_read(content, ranges):
     path = RemotePath("memory://bucket/file")
     path.write_bytes(content)
-    before = remote.FIRST_BYTES, remote.BLOCK_BYTES
-    remote.FIRST_BYTES, remote.BLOCK_BYTES = 8, 32
+    before = remote.SMALL_BYTES, remote.BLOCK_BYTES
+    remote.SMALL_BYTES, remote.BLOCK_BYTES = 8, 32
     try:
         with RemoteFile(path) as file:
             for begin, count in ranges:
                 file.seek(begin)
                 assert file.read(count) == content[begin : begin + count]
     finally:
-        remote.FIRST_BYTES, remote.BLOCK_BYTES = before
+        remote.SMALL_BYTES, remote.BLOCK_BYTES = before
 
 
-@given(st.lists(st.binary(max_size=40), max_size=10))
-def test_parts_add_up_to_what_was_written(pieces):
+def test_a_file_exists_once_its_block_has_ended(files):
     path = RemotePath("memory://bucket/file")
-    before, remote.PART_BYTES = remote.PART_BYTES, 16
-    try:
-        writer = RemoteWriter(path)
-        for piece in pieces:
-            writer.write(piece)
-        writer.finish()
-    finally:
-        remote.PART_BYTES = before
-    assert path.read_bytes() == b"".join(pieces)
+    with path.create() as file:
+        file.write(b"0123")
+        assert not path.exists()
+    assert path.read_bytes() == b"0123"
+    with pytest.raises(ZeroDivisionError), path.create() as file:
+        file.write(bytes(1 // 0))
+    assert path.read_bytes() == b"0123"
+    path.unlink()
+    assert not files.store
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error():
+def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(monkeypatch):
+    monkeypatch.setattr(remote, "SMALL_BYTES", 1)
     path = RemotePath("memory://bucket/file")
     path.write_bytes(b"0123456789")
     with path.open() as file:
         path.write_bytes(b"01")
-        with pytest.raises(OSError, match="ends at byte 2: it was replaced in the meantime"):
+        with pytest.raises(OSError, match="ends at byte 2: it was replaced"):
             file.read(5)
 
 
-def test_parts_are_uploaded_at_the_same_time_and_one_that_fails_is_repeated(monkeypatch):
-    class Store:
-        """The calls of s3fs that an upload makes."""
-
-        protocol = ("s3", "s3a")
-
-        def __init__(self):
-            self.parts, self.done, self.failures = {}, None, 2
-            self.together = threading.Barrier(remote.UPLOADS)
-
-        def split_path(self, path):
-            return (*path.split("/", 1), None)
-
-        def call_s3(self, method, **arguments):
-            if method == "upload_part":
-                if arguments["PartNumber"] == 2 and self.failures:
-                    self.failures -= 1
-                    raise ConnectionError("reset")
-                if arguments["PartNumber"] <= remote.UPLOADS:
-                    self.together.wait(60)  # passes only if as many parts are under way
-                self.parts[arguments["PartNumber"]] = arguments["Body"]
-                return {"ETag": f"{arguments['PartNumber']}"}
-            if method == "complete_multipart_upload":
-                rows = arguments["MultipartUpload"]["Parts"]
-                self.done = b"".join(self.parts[row["PartNumber"]] for row in rows)
-            if method == "abort_multipart_upload":
-                self.parts.clear()
-            return {"UploadId": "7"}
-
-    store = Store()
-    monkeypatch.setattr(RemotePath, "file_system", lambda self: (store, "bucket/file"))
-    monkeypatch.setattr(remote, "PART_BYTES", 4)
-    content = bytes(range(30))
-    writer = RemoteWriter(RemotePath("s3://bucket/file"))
-    writer.write(content)
-    writer.finish()
-    assert store.done == content
-    assert [len(store.parts[number]) for number in sorted(store.parts)] == [4] * 7 + [2]
-
-    store.failures = 100
-    store.together = threading.Barrier(1)
-    writer = RemoteWriter(RemotePath("s3://bucket/file"))
-    writer.write(content[:20])
-    with pytest.raises(OSError, match=r"reset \(after 4 attempts\)") as raised:
-        writer.finish()
-    assert raised.value.errno == errno.EIO
-    writer.abandon()
-    assert not store.parts
-
-
-def test_an_upload_whose_answer_was_lost_is_known_by_its_size_at_present(monkeypatch):
-    class Store:
-        protocol = "s3"
-        size = 1  # of an earlier file of the name, as listed before
-
-        def split_path(self, path):
-            return (*path.split("/", 1), None)
-
-        def invalidate_cache(self, path):
-            self.size = 6
-
-        def info(self, path):
-            return {"size": self.size, "type": "file"}
-
-        def call_s3(self, method, **arguments):
-            if method == "complete_multipart_upload":
-                raise FileNotFoundError("NoSuchUpload")
-            return {"ETag": "1", "UploadId": "7"}
-
-    store = Store()
-    monkeypatch.setattr(RemotePath, "file_system", lambda self: (store, "bucket/file"))
-    monkeypatch.setattr(remote, "PART_BYTES", 4)
-    writer = RemoteWriter(RemotePath("s3://bucket/file"))
-    writer.write(bytes(6))
-    writer.finish()
-    writer = RemoteWriter(RemotePath("s3://bucket/file"))
-    writer.write(bytes(7))
-    with pytest.raises(FileNotFoundError, match="NoSuchUpload"):
-        writer.finish()
-
-
-def test_only_what_another_attempt_may_change_is_repeated(caplog):
-    calls = []
-
-    def request(error):
-        calls.append(error)
-        raise error
-
-    for error, kind, count in [
-        (FileNotFoundError("no such bucket"), FileNotFoundError, 1),
-        (PermissionError("denied"), PermissionError, 1),
-        (ValueError("bad name"), OSError, 1),
-        (RuntimeError("reset"), OSError, remote.ATTEMPTS),
+def test_an_error_of_any_class_names_the_file(monkeypatch):
+    path = RemotePath("memory://bucket/a")
+    for error, kind in [
+        (FileNotFoundError("no such bucket"), FileNotFoundError),
+        (PermissionError("denied"), PermissionError),
+        (RuntimeError("reset"), OSError),
     ]:
-        calls.clear()
-        with pytest.raises(kind) as raised:
-            repeated(lambda error=error: request(error), "reading", "s3://bucket/a")
-        assert raised.value.filename == "s3://bucket/a"
-        assert str(error) in str(raised.value.strerror)
-        assert len(calls) == count
-    assert len(caplog.messages) == remote.ATTEMPTS - 1
+        store = mock.Mock(spec=["invalidate_cache", "cat_file"], **{"cat_file.side_effect": error})
+        monkeypatch.setattr(RemotePath, "file_system", lambda self, store=store: (store, "bucket/a"))
+        with pytest.raises(kind, match=str(error)) as raised:
+            path.read_bytes()
+        assert raised.value.filename == "memory://bucket/a"

@@ -11,6 +11,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -37,7 +38,7 @@ from accel_ops.weights.tensors import tensor_memory
 from accel_state import runtime
 from accel_state.device_kinds import WITHOUT_STORAGE, runtime_module
 from accel_state.files import any_path
-from accel_state.remote import AnyPath, RemotePath, RemoteWriter
+from accel_state.remote import AnyPath, RemotePath
 
 
 def save(
@@ -206,20 +207,9 @@ def _save_bin(obj: Any, path: AnyPath) -> None:
         torch.save(obj, file)
 
 
-@contextlib.contextmanager
-def _new_file(path: AnyPath) -> Generator[Any]:
+def _new_file(path: AnyPath) -> AbstractContextManager[Any]:
     """Open a new file for writing; on an object store it exists once it is complete."""
-    if isinstance(path, Path):
-        with path.open("xb") as file:
-            yield file
-        return
-    upload = RemoteWriter(path)
-    try:
-        yield upload
-        upload.finish()
-    except BaseException:
-        upload.abandon()
-        raise
+    return path.open("xb") if isinstance(path, Path) else path.create()
 
 
 def _rename(source: AnyPath, target: AnyPath) -> None:

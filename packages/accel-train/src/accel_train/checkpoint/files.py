@@ -28,7 +28,7 @@ import xxhash
 
 from accel_state.errors import CheckpointWriteError
 from accel_state.files import libc
-from accel_state.remote import BLOCK_BYTES, READS, AnyPath, RemoteFile, RemotePath, RemoteWriter
+from accel_state.remote import BLOCK_BYTES, READS, AnyPath, RemoteFile, RemotePath
 from accel_train.checkpoint.layout import FileRecord
 
 if TYPE_CHECKING:
@@ -43,10 +43,9 @@ except ImportError:  # Windows: only the threads of a process lock each other ou
 logger = logging.getLogger(__name__)
 
 
-def write_file(path: AnyPath, write: Callable[[Any], object], *, to_disk: bool) -> FileRecord:
+def write_file(path: Path, write: Callable[[Any], object], *, to_disk: bool) -> FileRecord:
     """Write a file: `write` is called with the writer; return its size and checksum. It replaces one."""
-    is_remote = isinstance(path, RemotePath)
-    writer = HashingSink(RemoteWriter(path)) if is_remote else FileWriter(path, to_disk=to_disk)
+    writer = FileWriter(path, to_disk=to_disk)
     try:
         write(writer)
     except BaseException as error:
@@ -136,51 +135,6 @@ class FileWriter:
                 offset, count = ctypes.c_int64(self._begun), ctypes.c_int64(self._size - self._begun)
                 library.sync_file_range(self.descriptor, offset, count, _SYNC_FILE_RANGE_WRITE)
             self._begun = self._size
-
-
-class HashingSink:
-    """A sink that hashes what is written to it, and to a file of an object store, if there is one.
-
-    Attributes:
-        failure: The error that `write` has raised, if any.
-    """
-
-    def __init__(self, writer: RemoteWriter | None = None) -> None:
-        self._writer = writer
-        self._hash = xxhash.xxh3_64()
-        self._size = 0
-        self.failure: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Append bytes."""
-        view = memoryview(data).cast("B")
-        self._hash.update(view)
-        self._size += len(view)
-        if self._writer is not None:
-            try:
-                self._writer.write(view)
-            except OSError as error:
-                self.failure = error
-                raise
-        return len(view)
-
-    def flush(self) -> None:
-        """Do nothing; `torch.save` calls it."""
-
-    def finish(self) -> FileRecord:
-        """Complete the file."""
-        if self._writer is not None:
-            try:
-                self._writer.finish()
-            except BaseException:
-                self._writer.abandon()
-                raise
-        return FileRecord(size=self._size, checksum=self._hash.hexdigest())
-
-    def abandon(self) -> None:
-        """Leave the file incomplete: the store does not have it."""
-        if self._writer is not None:
-            self._writer.abandon()
 
 
 _REMOTE_CHUNK = READS * BLOCK_BYTES

@@ -412,15 +412,15 @@ def write_parts(job: WriteTask, parts: Sequence[CheckpointFile]) -> WriteResult:
     report = WriteResult(job.committer)
     name = str(job.staging)
     try:
-        journal = UploadJournal(job.staging, job.rank) if isinstance(job.staging, RemotePath) else None
+        staging = job.staging
+        journal = UploadJournal(staging, job.rank) if isinstance(staging, RemotePath) else None
         for part in parts:
             name = part.name
-            if journal is None:
-                path = job.staging / name
-                make_folder(path.parent)
-                report.files[name] = write_file(path, part.write_to, to_disk=job.to_disk)
-            else:
-                report.files[name] = journal.write(name, partial(part.write, part.read()))
+            if isinstance(staging, Path):
+                make_folder((staging / name).parent)
+                report.files[name] = write_file(staging / name, part.write_to, to_disk=job.to_disk)
+            elif journal is not None:
+                report.files[name] = journal.write(name, part.write_to)
     except Exception as error:
         report.error = _describe_error(job.rank, name, error)
         logger.debug("%s", report.error, exc_info=error)

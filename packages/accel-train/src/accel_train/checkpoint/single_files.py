@@ -6,7 +6,6 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -47,7 +46,6 @@ from accel_train.checkpoint.contents import (
     MODEL_KEY,
     OPTIMIZER_KEY,
     Contents,
-    copy_file,
     parts_of_folder,
     rank_files,
     restore_model_shards,
@@ -503,7 +501,7 @@ def merge_folder(
     with tempfile.TemporaryDirectory(prefix="accel-merge-") as folder:
         merged = Path(folder) / name
         _merge(source, merged, safe=safe_serialization)
-        write_file(target, partial(copy_file, str(merged)), to_disk=False)
+        target.upload(merged)
     return target
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 from accel_state.errors import CheckpointError
 from accel_state.remote import RemotePath
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.files import REQUESTS, HashingSink, make_folder, sizes_of, write_file
+from accel_train.checkpoint.files import REQUESTS, make_folder, sizes_of, write_file
 from accel_train.checkpoint.layout import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
@@ -80,14 +81,14 @@ class UploadJournal:
 
     def write(self, name: str, write: Callable[[Any], object]) -> FileRecord:
         """Upload a file, unless an interrupted save has uploaded the same bytes."""
-        before = self._records.get(name)
-        if before is not None and sizes_of(self._staging, [name]).get(name) == before.size:
-            sink = HashingSink()
-            write(sink)
-            if sink.finish() == before:
-                logger.info("%s already exists from an interrupted save.", self._staging / name)
-                return before
-        record = write_file(self._staging / name, write, to_disk=False)
+        before, path = self._records.get(name), self._staging / name
+        with tempfile.TemporaryDirectory(prefix="accel-upload-") as folder:
+            local = Path(folder) / path.name
+            record = write_file(local, write, to_disk=False)
+            if record == before and sizes_of(self._staging, [name]).get(name) == record.size:
+                logger.info("%s already exists from an interrupted save.", path)
+                return record
+            path.upload(local)
         self._records[name] = record
         rows = {name: {"size": row.size, "checksum": row.checksum} for name, row in self._records.items()}
         self._path.write_bytes(json.dumps(rows).encode())

@@ -7,7 +7,6 @@ import secrets
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int
@@ -16,7 +15,6 @@ from accel_state.files import any_path
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemotePath
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.contents import copy_file
 from accel_train.checkpoint.files import flush_folder, make_folder, move, remove, sizes_in, write_file
 from accel_train.checkpoint.layout import FileRecord, Manifest
 from accel_train.convert.contents import CheckpointContents
@@ -116,7 +114,7 @@ def _staging(target: AnyPath) -> Generator[Path]:
         with tempfile.TemporaryDirectory(prefix="accel-convert-") as folder:
             yield Path(folder)
             for name in sorted(sizes_in(Path(folder)), key=_is_last):
-                write_file(target / name, partial(copy_file, str(Path(folder) / name)), to_disk=False)
+                (target / name).upload(Path(folder) / name)
         return
     make_folder(target.parent)
     staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
