@@ -182,101 +182,23 @@ def test_a_class_with_a_subclass_hook_of_its_own_keeps_it():
     assert accelerate_variables() == set()
 
 
-def test_what_set_up_sets_lasts_until_tear_down():
-    seen = []
+def test_what_set_up_sets_stays_as_with_accelerate(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_SETUP", "0")  # so that the test's end removes it
 
     @purge_accelerate_environment
     class Case(unittest.TestCase):
-        @classmethod
-        def setUpClass(cls):
-            environ.publish({"ACCELERATE_CLASS": "1"})
-
         def setUp(self):
             environ.publish({"ACCELERATE_SETUP": "1"})
 
         def test_one(self):
             environ.publish({"ACCELERATE_TEST": "1"})
-            seen.append(accelerate_variables())
-
-        def test_two(self):
-            seen.append(accelerate_variables())
-
-        def tearDown(self):
-            seen.append(accelerate_variables())
-
-    run(Case)
-    assert seen == [
-        {"ACCELERATE_CLASS", "ACCELERATE_SETUP", "ACCELERATE_TEST"},
-        {"ACCELERATE_CLASS", "ACCELERATE_SETUP"},
-        {"ACCELERATE_CLASS", "ACCELERATE_SETUP"},
-        {"ACCELERATE_CLASS", "ACCELERATE_SETUP"},
-    ]
-    assert accelerate_variables() == set()
-
-
-def test_a_set_up_without_a_tear_down_leaves_nothing_behind_and_keeps_the_inherited_one():
-    torn_down = []
-
-    class Parent(unittest.TestCase):
-        def tearDown(self):
-            torn_down.append("parent")
-
-    @purge_accelerate_environment
-    class Case(Parent):
-        def setUp(self):
-            environ.publish({"ACCELERATE_SETUP": "1"})
-
-        def test_one(self):
-            assert accelerate_variables() == {"ACCELERATE_SETUP"}
 
         def test_two(self):
             assert accelerate_variables() == {"ACCELERATE_SETUP"}
 
     run(Case)
-    assert torn_down == ["parent", "parent"]
-    assert accelerate_variables() == set()
-
-
-def test_asynchronous_set_up_is_kept_until_its_tear_down():
-    @purge_accelerate_environment
-    class Case(unittest.IsolatedAsyncioTestCase):
-        async def asyncSetUp(self):
-            environ.publish({"ACCELERATE_SETUP": "1"})
-
-        async def test_one(self):
-            assert accelerate_variables() == {"ACCELERATE_SETUP"}
-
-        async def test_two(self):
-            assert accelerate_variables() == {"ACCELERATE_SETUP"}
-
-    run(Case)
-    assert accelerate_variables() == set()
-
-
-def test_a_set_up_that_fails_leaves_nothing_behind():
-    @purge_accelerate_environment
-    class Case:
-        def setup_method(self):
-            environ.publish({"ACCELERATE_SETUP": "1"})
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        Case().setup_method()
-    assert accelerate_variables() == set()
-
-
-@purge_accelerate_environment
-class TestUnderPytest:
-    """Run by pytest itself, which passes an argument to the set-up methods that declare one."""
-
-    def setup_method(self):
-        environ.publish({"ACCELERATE_SETUP": "1"})
-
-    def test_the_set_up_is_seen(self):
-        assert "ACCELERATE_SETUP" in accelerate_variables()
-
-    def teardown_method(self, method):
-        assert method.__name__ == "test_the_set_up_is_seen"
+    assert accelerate_variables() == {"ACCELERATE_SETUP"}
+    assert environ.read()["ACCELERATE_SETUP"] == "1"
 
 
 def test_lines_that_an_environment_file_cannot_hold_are_left_out_with_a_warning(caplog):

@@ -7,10 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import (
-    _GeneratorContextManager,  # pyright: ignore[reportPrivateUsage] - what decorates
-    contextmanager,
-)
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
@@ -19,6 +16,7 @@ from accel_state.errors import SettingsError
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
 _NOT_IN_FILES = frozenset(";\n\r\0<> ")
+_Decorated = TypeVar("_Decorated", bound="Callable[..., Any]")
 
 
 def read() -> dict[str, str]:
@@ -200,20 +198,10 @@ def accelerate_values() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
 
 
-def restore_accelerate_values(before: Mapping[str, str]) -> None:
-    """Remove `ACCELERATE_*` variables that are new, and restore the values of the others."""
-    now = accelerate_variables()
-    remove(now - before.keys())
-    publish({name: before[name] for name in now & before.keys()})
-
-
 def remove(names: Iterable[str]) -> None:
     """Remove variables of this process, if they are set."""
     for name in names:
         os.environ.pop(name, None)
-
-
-_Decorated = TypeVar("_Decorated", bound="Callable[..., Any]")
 
 
 def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
@@ -221,7 +209,7 @@ def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
 
     Variables that existed before are restored, except those that the function removed; other variables are
     not changed. For a class, this applies to the methods that begin with `test`, including those of
-    subclasses; variables set by `setUp`, `setup_method` and the like are kept until the matching teardown.
+    subclasses; what `setUp` and the like set stays.
 
     Example:
         >>> from accel_state.environ import publish, read
@@ -235,7 +223,6 @@ def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
     if not isinstance(func_or_cls, type):
         return cast("_Decorated", _purging(func_or_cls))
     _purge_methods(func_or_cls)
-
     hook = vars(func_or_cls).get("__init_subclass__")
 
     def purge_subclass(cls: type, **kwargs: Any) -> None:
@@ -249,106 +236,33 @@ def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
     return cast("_Decorated", func_or_cls)
 
 
+def _purge_methods(cls: type) -> None:
+    for name, member in list(vars(cls).items()):
+        if name.startswith("test"):
+            function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+            if inspect.isfunction(function):
+                purging = _purging(function)
+                setattr(cls, name, purging if function is member else type(member)(purging))
+
+
 @contextmanager
 def _purged() -> Generator[None]:
     before = accelerate_values()
     try:
         yield
     finally:
-        restore_accelerate_values(before)
+        now = accelerate_variables()
+        remove(now - before.keys())
+        publish({name: before[name] for name in now & before.keys()})
 
 
-def _purging(
-    function: Callable[..., Any], scope: Callable[[], _GeneratorContextManager[None]] = _purged
-) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def awaiting(*args: Any, **kwargs: Any) -> Any:
-            with scope():
-                return await function(*args, **kwargs)
-
-        return awaiting
-
-    return scope()(function)
-
-
-# The methods that test frameworks call before and after the tests of a class.
-_LIFECYCLES = {
-    "setUp": "tearDown",
-    "asyncSetUp": "asyncTearDown",
-    "setUpClass": "tearDownClass",
-    "setup_method": "teardown_method",
-    "setup_class": "teardown_class",
-}
-
-
-def _purge_methods(cls: type) -> None:
-    scopes = _lifecycle_scopes()
-    for setup, teardown in _LIFECYCLES.items():
-        if setup in vars(cls) and teardown not in vars(cls):
-            setattr(cls, teardown, _inherited(cls, teardown, vars(cls)[setup]))
-    for name, member in list(vars(cls).items()):
-        if not name.startswith("test") and name not in scopes:
-            continue
-        function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
-        if not inspect.isfunction(function):
-            continue
-        purging = _purging(function, scopes.get(name, _purged))
-        if name in scopes and not inspect.iscoroutinefunction(function):
-            purging = _optional_argument(purging, function)
-        setattr(cls, name, type(member)(purging) if function is not member else purging)
-
-
-def _lifecycle_scopes() -> Mapping[str, Callable[[], _GeneratorContextManager[None]]]:
-    """Map each set-up and tear-down method to the scope that keeps, or drops, the variables it sets."""
-    before: dict[str, Mapping[str, str]] = {}
-
-    @contextmanager
-    def opening(setup: str) -> Generator[None]:
-        before[setup] = accelerate_values()
-        try:
-            yield
-        except BaseException:  # no tear-down follows a failed or interrupted set-up
-            restore_accelerate_values(before.pop(setup))
-            raise
-
-    @contextmanager
-    def closing(setup: str) -> Generator[None]:
-        saved = before.pop(setup) if setup in before else accelerate_values()
-        try:
-            yield
-        finally:
-            restore_accelerate_values(saved)
-
-    return {name: functools.partial(opening, name) for name in _LIFECYCLES} | {
-        teardown: functools.partial(closing, name) for name, teardown in _LIFECYCLES.items()
-    }
-
-
-def _optional_argument(purging: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Accept the argument that pytest passes to those set-up methods that declare one."""
-    wants_argument = len(inspect.signature(function).parameters) > 1
+def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
+    if not inspect.iscoroutinefunction(function):
+        return _purged()(function)
 
     @functools.wraps(function)
-    def calling(owner: Any, argument: Any = None) -> Any:
-        return purging(owner, argument) if wants_argument else purging(owner)
+    async def awaiting(*args: Any, **kwargs: Any) -> Any:
+        with _purged():
+            return await function(*args, **kwargs)
 
-    return calling
-
-
-def _inherited(cls: type, name: str, like: Any) -> Any:
-    """Create a tear-down method that only calls the parent's, if there is one."""
-
-    def teardown(owner: Any, argument: Any) -> Any:
-        parent = getattr(super(cls, owner), name, None)
-        if parent is None:
-            return None
-        return parent(argument) if len(inspect.signature(parent).parameters) == 1 else parent()
-
-    async def async_teardown(owner: Any) -> None:
-        await getattr(super(cls, owner), name)()
-
-    if inspect.iscoroutinefunction(like):
-        return async_teardown
-    return classmethod(teardown) if isinstance(like, classmethod) else teardown  # pyright: ignore[reportUnknownVariableType]
+    return awaiting
