@@ -155,18 +155,3 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(SettingsError, match="cannot be written"):
         write(tmp_path / "file/run.yaml", {})
     assert format_config(tmp_path / "a.json", {"a": 1}) == '{\n  "a": 1\n}\n'
-
-
-def test_the_tables_of_a_conversion_say_what_it_does():
-    for key, new in config.ARGUMENT_KEY_MAPPING.items():
-        value = "FULL_SHARD" if key in config.ARGUMENT_VALUE_MAPPING else "1"
-        converted = config.to_fsdp2({"fsdp_config": {key: value}}).config["fsdp_config"]
-        if isinstance(new, config.ConversionStatus):
-            assert converted == {"fsdp_version": 2}
-        else:
-            assert new in converted
-    for key, values in config.ARGUMENT_VALUE_MAPPING.items():
-        for old, new in values.items():
-            if old != "NO_SHARD":
-                converted = config.to_fsdp2({"fsdp_config": {key: old}}).config["fsdp_config"]
-                assert converted["fsdp_reshard_after_forward"] is new

@@ -7,7 +7,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import field
-from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -300,27 +299,3 @@ RESHARD: Mapping[str, bool] = {
 
 _BY_NUMBER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """The order of `torch.distributed.fsdp.ShardingStrategy`, whose numbers are in legacy files."""
-
-
-class ConversionStatus(Enum):
-    """Describes how a key of version 1 without a counterpart was handled."""
-
-    NOT_YET_IMPLEMENTED = 0
-    REMOVED = -1
-
-
-ARGUMENT_KEY_MAPPING: Mapping[str, str | ConversionStatus] = {
-    "fsdp_version": "fsdp_version",
-    _SHARDING: _RESHARD,
-    _RESHARD: _RESHARD,
-    **{key: key for key in UNCHANGED},
-    **dict.fromkeys(REMOVED, ConversionStatus.REMOVED),
-    "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
-}
-"""The key of FSDP2 by the key of FSDP1, for programs that convert files themselves."""
-
-ARGUMENT_VALUE_MAPPING: Mapping[str, Mapping[str, bool]] = {
-    key: {**{name: value for name, value in RESHARD.items() if name[0] != "_"}, "NO_SHARD": False}
-    for key in (_SHARDING, _RESHARD)
-}
-"""The value in FSDP2 by the value in FSDP1."""
