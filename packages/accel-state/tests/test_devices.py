@@ -411,3 +411,14 @@ def test_a_driver_that_never_answers_is_named(monkeypatch) -> None:
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(MissingDependencyError, match="nvidia-smi does not respond"):
         device_kinds.nvidia_smi("name")
+
+
+def test_a_gaudi_process_uses_its_own_module_and_registers_its_collectives(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "hpu", FakeNamespace(8, current=0), raising=False)
+    kind = BY_NAME["hpu"]
+    assert select.default_device(kind, 3, 8) == torch.device("hpu", 0)
+    imported = []
+    monkeypatch.setattr(select, "import_module", imported.append)
+    select.register_collectives(kind)
+    select.register_collectives(BY_NAME["cuda"])
+    assert imported == ["habana_frameworks.torch.distributed.hccl"]

@@ -18,6 +18,7 @@ from accel_state.topology import (
     detect,
     first_host,
     get_cpu_distributed_information,
+    gloo_interface,
     rendezvous,
 )
 
@@ -202,3 +203,21 @@ def test_a_first_host_that_does_not_resolve_is_named_unless_the_address_is_given
     check_first_host({**step, "MASTER_ADDR": "no-host1.invalid"}, detect(step))
     check_first_host({**step, "SLURM_STEP_NODELIST": "localhost"}, detect(step))
     check_first_host({"RANK": "0", "WORLD_SIZE": "2"}, detect({"RANK": "0", "WORLD_SIZE": "2"}))
+
+
+@pytest.mark.parametrize(
+    ("variables", "interface"),
+    [
+        ({}, None),
+        ({"NCCL_SOCKET_IFNAME": "eth"}, "eth0"),
+        ({"NCCL_SOCKET_IFNAME": "=eth1"}, "eth1"),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, None),
+        ({"NCCL_SOCKET_IFNAME": "ib,eth1"}, "ib0"),
+        ({"NCCL_SOCKET_IFNAME": "^lo"}, None),
+        ({"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "ib0"}, None),
+    ],
+)
+def test_gloo_uses_the_interface_of_nccl_unless_it_has_its_own(monkeypatch, variables, interface):
+    names = ["lo", "ib0", "eth0", "eth1"]
+    monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(names, 1)))
+    assert gloo_interface(variables) == interface

@@ -36,6 +36,7 @@ class DeviceKind:
         visible_devices_env: The variable that restricts which devices a process sees.
         rng_key: The `RNGType` of its random number generator, if it has a separate one.
         plugin: The package that registers the device type with torch, if torch does not know it by itself.
+        collectives_plugin: The module that registers the backend with torch, if the plugin does not.
         least_torch: The minimum version of torch; `None` for the minimum in the package's metadata.
         probe: Whether a device of this family can be used by this process.
         runtime: The module in place of `torch.<type>`, for devices that torch does not know. It also finds
@@ -51,6 +52,7 @@ class DeviceKind:
     rng_key: str | None
     probe: Callable[[], bool]
     plugin: str | None = None
+    collectives_plugin: str | None = None
     least_torch: str | None = None
     runtime: str | None = None
 
@@ -115,6 +117,7 @@ def _row(
 
 _CUDA: dict[str, Any] = {"probe": _asking("is_nvidia"), "least_torch": "2.11"}
 _ROCM: dict[str, Any] = {**_CUDA, "type": "cuda", "rng_key": "cuda", "probe": _asking("is_rocm_available")}
+_HPU: dict[str, Any] = {"collectives_plugin": "habana_frameworks.torch.distributed.hccl"}
 _XLA: dict[str, Any] = {"runtime": "accel_state.xla_devices", "probe": _asking("has_xla")}
 
 KINDS: tuple[DeviceKind, ...] = (
@@ -127,7 +130,9 @@ KINDS: tuple[DeviceKind, ...] = (
     _row("mlu", "cncl", DistributedType.MULTI_MLU, "MLU_VISIBLE_DEVICES", "torch_mlu"),
     _row("musa", "mccl", DistributedType.MULTI_MUSA, "MUSA_VISIBLE_DEVICES", "torch_musa"),
     _row("sdaa", "tccl", DistributedType.MULTI_SDAA, "SDAA_VISIBLE_DEVICES", "torch_sdaa"),
-    _row("hpu", "hccl", DistributedType.MULTI_HPU, "HABANA_VISIBLE_MODULES", "habana_frameworks.torch"),
+    _row(
+        "hpu", "hccl", DistributedType.MULTI_HPU, "HABANA_VISIBLE_MODULES", "habana_frameworks.torch", **_HPU
+    ),
     _row("neuron", "neuron", DistributedType.MULTI_NEURON, "NEURON_RT_VISIBLE_CORES", "torch_neuronx"),
     _row("xla", "xla", DistributedType.XLA, "TPU_VISIBLE_CHIPS", "torch_xla", **_XLA),
     _row("cpu", "gloo", DistributedType.MULTI_CPU, None, rng_key=None, probe=_always),

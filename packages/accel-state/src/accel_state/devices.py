@@ -76,6 +76,8 @@ def default_device(kind: DeviceKind, local_rank: int, local_world_size: int) -> 
     namespace = kind.module
     if kind.type in SINGLE_DEVICE_TYPES or namespace is None:
         return torch.device(kind.type)
+    if kind.name == "hpu":  # a process sees only its own module, whatever the number of that
+        return torch.device("hpu", namespace.current_device())
     count = namespace.device_count()
     if local_world_size == 1 and getattr(namespace, "is_initialized", bool)():
         return torch.device(kind.type, namespace.current_device())
@@ -89,6 +91,12 @@ def default_device(kind: DeviceKind, local_rank: int, local_world_size: int) -> 
             f"Start at most {count} processes per machine."
         )
     return torch.device(kind.type, local_rank)
+
+
+def register_collectives(kind: DeviceKind) -> None:
+    """Register the backend of a device family with torch, where its plugin has not."""
+    if kind.collectives_plugin is not None:
+        import_module(kind.collectives_plugin)
 
 
 def set_current_device(device: torch.device) -> None:
@@ -206,9 +214,11 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
     Args:
         init_hccl: Also import Gaudi's collectives library, which registers its backend with torch.
     """
-    if init_hccl and BY_NAME["hpu"].probe():
-        import_module("habana_frameworks.torch.distributed.hccl")
-    return BY_NAME["hpu"].probe()
+    kind = BY_NAME["hpu"]
+    is_available = kind.probe()
+    if init_hccl and is_available:
+        register_collectives(kind)
+    return is_available
 
 
 def is_habana_gaudi1() -> bool:

@@ -22,11 +22,11 @@ from accel_state.collectives import (
     set_group_timeout,
 )
 from accel_state.device_kinds import CPU, KINDS, DeviceKind, get_driver_version, get_gpu_info, peer_variables
-from accel_state.devices import choose_device, set_current_device
+from accel_state.devices import choose_device, register_collectives, set_current_device
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 from accel_state.rank_status import compare_calls
-from accel_state.topology import Topology, check_first_host, detect, rendezvous
+from accel_state.topology import Topology, check_first_host, detect, gloo_interface, rendezvous
 
 if TYPE_CHECKING:
     from accel_state.settings.model import Settings
@@ -222,6 +222,9 @@ def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, 
     _limit_threads(runtime, variables)
     timeout = options.get("timeout")
     if not dist.is_initialized():
+        register_collectives(runtime.kind)
+        if (interface := gloo_interface(variables)) is not None:
+            process_environment.publish({"GLOO_SOCKET_IFNAME": interface})
         dist.init_process_group(**_group_options(runtime, variables, options))
         process_group.joined()
     elif timeout is not None:

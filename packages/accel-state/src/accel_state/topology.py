@@ -377,3 +377,28 @@ def reserved_port() -> int:
     holder.set_inheritable(True)
     holder.detach()  # closed with the process
     return port
+
+
+def gloo_interface(variables: Mapping[str, str]) -> str | None:
+    """Return the network interface that NCCL uses, for gloo, unless gloo has one of its own.
+
+    gloo binds to the address of the host's name, which is 127.0.1.1 on many Debian and Ubuntu machines: other
+    nodes cannot connect to that.
+
+    Example:
+        >>> gloo_interface({"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth1"}) is None
+        True
+    """
+    asked = variables.get("NCCL_SOCKET_IFNAME", "")
+    if not asked or asked.startswith("^") or "GLOO_SOCKET_IFNAME" in variables:
+        return None
+    names = asked.removeprefix("=").split(",")
+    # NCCL takes prefixes of names, unless they follow "=".
+    return next(
+        (
+            interface
+            for _, interface in socket.if_nameindex()
+            if (interface in names if asked.startswith("=") else interface.startswith(tuple(names)))
+        ),
+        None,
+    )
