@@ -131,10 +131,6 @@ def test_every_worker_setting_can_be_handed_over():
     assert not {option.section for option in OPTIONS if option.variable} & for_the_command
 
 
-def test_every_row_is_asked_or_says_why_not():
-    assert [option.path for option in OPTIONS if bool(option.question) == bool(option.skip_reason)] == []
-
-
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.path)
 def test_a_question_depends_on_settings_that_exist_and_come_before_it(option):
     before = [other.path for other in OPTIONS[: OPTIONS.index(option)]]

@@ -191,8 +191,6 @@ DEEPSPEED = (
 )
 
 
-_NOT_ON_XLA = "The questions about TPUs do not cover FSDP."
-
 # These lists are public in Accelerate, in this order; transformers relies on it.
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 """How FSDP1 shards parameters, gradients and optimizer states; numbered from 1."""
@@ -333,22 +331,17 @@ class FsdpSettings:
     )
     ignored_modules: str | None = _fsdp_row(
         "Modules to leave unsharded: a regular expression for their full names.",
-        skip_reason="Few models need it; write it into the file.",
     )
-    xla: bool | None = _fsdp_row(
-        "Shard models over XLA devices.", key="fsdp_config.xla", skip_reason=_NOT_ON_XLA
-    )
+    xla: bool | None = _fsdp_row("Shard models over XLA devices.", key="fsdp_config.xla")
     xla_fsdp_v2: bool | None = _fsdp_row(
         "On XLA devices: the compiler shards (SPMD), in one process per host.",
         short="xla_v2",
         key="fsdp_config.xla_fsdp_v2",
-        skip_reason=_NOT_ON_XLA,
     )
     xla_fsdp_grad_ckpt: bool | None = _fsdp_row(
         "On XLA devices: recompute the activations of blocks in the backward pass.",
         short="xla_grad_ckpt",
         key="fsdp_config.xla_fsdp_grad_ckpt",
-        skip_reason=_NOT_ON_XLA,
     )
 
 
@@ -370,11 +363,9 @@ FSDP = (
 )
 
 
-_TUNING = "Only for tuning."
 _GRANULARITIES = ("full", "selective")
 _METHODS = ("uniform", "block")
 _ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
-_REFUSED = "It is not supported."
 _NO_EXPERTS = "Not supported: no supported model has experts."
 
 
@@ -387,7 +378,7 @@ def _attention_backend(text: str) -> str:
 
 
 def _megatron_row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
-    asked: dict[str, Any] = {"ask_if": _megatron_on} if "question" in more else {"skip_reason": _TUNING}
+    asked: dict[str, Any] = {"ask_if": _megatron_on} if "question" in more else {}
     return setting(
         lambda field: spelled(f"megatron_lm_{field}", "megatron_lm_config", **asked), help=help, **more
     )
@@ -419,7 +410,7 @@ class MegatronSettings:
     gradient_clipping: float | None = _megatron_row(
         "Maximum gradient norm (0 = off).", parse=number(0), question="Maximum gradient norm? (0 = off)"
     )
-    use_custom_fsdp: bool | None = _megatron_row("Not supported: use --use_fsdp.", skip_reason=_REFUSED)
+    use_custom_fsdp: bool | None = _megatron_row("Not supported: use --use_fsdp.")
     no_load_optim: bool | None = _megatron_row("Load checkpoints without optimizer state.")
     no_save_optim: bool | None = _megatron_row("Save checkpoints without optimizer state.")
     eod_mask_loss: bool | None = _megatron_row("Exclude end-of-document tokens from the loss.")
@@ -441,9 +432,9 @@ class MegatronSettings:
         parse=_attention_backend,
         choices=_ATTENTION_BACKENDS,
     )
-    expert_model_parallel_size: int | None = _megatron_row(_NO_EXPERTS, skip_reason=_REFUSED)
+    expert_model_parallel_size: int | None = _megatron_row(_NO_EXPERTS)
     context_parallel_size: int | None = _megatron_row("Context-parallel size.")
-    expert_tensor_parallel_size: int | None = _megatron_row(_NO_EXPERTS, skip_reason=_REFUSED)
+    expert_tensor_parallel_size: int | None = _megatron_row(_NO_EXPERTS)
     attention_dropout: float | None = _megatron_row(
         "Dropout probability of attention weights.", parse=number(0, 1)
     )
@@ -637,7 +628,6 @@ class ParallelismSettings:
     cp_backend: str | None = _parallelism_row(
         "Implementation of context parallelism.",
         choices=("torch",),
-        skip_reason="There is only one.",
         ask_if=None,
     )
     cp_comm_strategy: str | None = _parallelism_row(
@@ -652,7 +642,6 @@ class ParallelismSettings:
     sp_backend: str | None = _parallelism_row(
         "Implementation of sequence parallelism (default: deepspeed with DeepSpeed, else torch).",
         choices=("deepspeed", "torch"),
-        skip_reason="Follows from whether DeepSpeed is used.",
         ask_if=None,
     )
     sp_seq_length_is_variable: bool | None = _parallelism_row(
@@ -687,12 +676,9 @@ class ParallelismSettings:
         question="Micro-batches per batch of a rank? (empty: as many as stages)",
         ask_if=_pipeline,
     )
-    pp_stages_per_rank: int | None = _parallelism_row(
-        "Pipeline stages per rank.", skip_reason="It follows from the schedule.", ask_if=None
-    )
+    pp_stages_per_rank: int | None = _parallelism_row("Pipeline stages per rank.", ask_if=None)
     pp_split_points: str | None = _parallelism_row(
         "First module of each stage but the first, separated by commas.",
-        skip_reason="By default stages have about as many parameters each.",
         ask_if=None,
     )
 

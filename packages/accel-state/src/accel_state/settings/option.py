@@ -170,7 +170,6 @@ class Option:
         launch_default: The value that `accel launch` passes to workers by default; None passes none.
         question: The question of `accel config`; None if there is none.
         ask_if: Decides by the previous answers whether to ask.
-        skip_reason: Why `accel config` does not ask.
     """
 
     path: str
@@ -188,7 +187,6 @@ class Option:
     launch_default: str | None = None
     question: str | None = None
     ask_if: Callable[[Answers], bool] | None = None
-    skip_reason: str | None = None
 
     @property
     def section(self) -> str:

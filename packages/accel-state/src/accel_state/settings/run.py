@@ -35,9 +35,6 @@ DISTRIBUTED_TYPES = (*DEVICE_TYPES, *ENGINE_TYPES, "XLA", *SAGEMAKER_TYPES)
 """All values of `distributed_type`."""
 
 _ENVIRONMENTS = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
-_FROM_FILE = "Command line only."
-_ONE_RUN = "Depends on the run, not on the machine."
-_ONE_JOB = "Depends on the job, not on the machine."
 
 
 def is_local(answers: Answers) -> bool:
@@ -76,9 +73,7 @@ class LaunchSettings:
         flag_aliases=(("--tpu", "XLA"),),
         question="Which hardware will you train on?",
     )
-    launcher: str | None = _row(
-        "Launcher, by name; auto chooses the first that applies.", skip_reason="Follows from the answers."
-    )
+    launcher: str | None = _row("Launcher, by name; auto chooses the first that applies.")
     num_machines: int = _row(
         "Number of nodes (machines).",
         default=1,
@@ -96,7 +91,6 @@ class LaunchSettings:
     )
     min_machines: int | None = _row(
         "Continue with at least this many nodes when others leave; needs a rendezvous that is not static.",
-        skip_reason=_ONE_RUN,
     )
     machine_rank: int = _row(
         "Rank of this node, counted from 0.",
@@ -124,12 +118,10 @@ class LaunchSettings:
     )
     rdzv_conf: str | None = _row(
         "Extra rendezvous options, as key=value,key=value.",
-        skip_reason="Only needed when the default rendezvous fails.",
     )
     same_network: bool = _row(
         "Whether the nodes share a network. Kept for Accelerate's config files; has no effect.",
         default=False,
-        skip_reason="It has no effect.",
     )
     gpu_ids: str | None = _row(
         "Devices of this machine to use, such as 0,1 (default: all).",
@@ -142,46 +134,38 @@ class LaunchSettings:
     )
     num_cpu_threads_per_process: int | None = _row(
         "Threads per process (OMP_NUM_THREADS); by default, the processes share the cores.",
-        skip_reason="The default fits, and Accelerate rejects a file with this key.",
     )
     max_restarts: int = _row(
         "How many times to restart a failed group of workers.",
         default=0,
         parse=integer(0),
-        skip_reason=_ONE_RUN,
     )
     monitor_interval: float = _row(
         "Seconds between checks of the workers.",
         default=0.1,
         parse=number(0, of="seconds"),
-        skip_reason="Only tests need a different value.",
     )
     shutdown_timeout: int | None = _row(
-        "Seconds between a signal and killing the processes; torch's default is 30.", skip_reason=_ONE_RUN
+        "Seconds between a signal and killing the processes; torch's default is 30."
     )
     tee: str = _row(
         "Streams to write to both console and file, as in torch.distributed.run --tee.",
         default="0",
         flags=("-t", "--tee"),
-        skip_reason=_ONE_RUN,
     )
-    log_dir: str | None = _row("Folder for the workers' log files.", skip_reason=_ONE_RUN)
-    role: str = _row("Role of the workers, shown in logs.", default="default", skip_reason=_ONE_RUN)
+    log_dir: str | None = _row("Folder for the workers' log files.")
+    role: str = _row("Role of the workers, shown in logs.", default="default")
     module: bool = _row(
         "Run the script as a module, like python -m.",
         default=False,
         flags=("-m", "--module"),
-        skip_reason=_FROM_FILE,
         key=None,
     )
-    no_python: bool = _row(
-        "The script is an executable; run it without Python.", default=False, skip_reason=_FROM_FILE, key=None
-    )
+    no_python: bool = _row("The script is an executable; run it without Python.", default=False, key=None)
     quiet: bool = _row(
         "Suppress the launcher's summary when a worker fails.",
         default=False,
         flags=("-q", "--quiet"),
-        skip_reason=_FROM_FILE,
         key=None,
     )
 
@@ -231,7 +215,6 @@ class ProcessSettings:
     torch_device: str | None = setting(
         help="Device to use, such as cuda:1, instead of the local rank's.",
         variable="ACCELERATE_TORCH_DEVICE",
-        skip_reason=_ONE_RUN,
     )
     cpu_affinity: bool = setting(
         help="Pin each process to the CPU cores near its device (NVIDIA only).",
@@ -242,25 +225,20 @@ class ProcessSettings:
         question="Pin each process to the CPU cores near its GPU?",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") == "MULTI_GPU",
     )
-    log_level: str | None = setting(
-        help="Level of loggers that set none.", variable="ACCELERATE_LOG_LEVEL", skip_reason=_ONE_RUN
-    )
+    log_level: str | None = setting(help="Level of loggers that set none.", variable="ACCELERATE_LOG_LEVEL")
     name_stragglers: bool = setting(
         help="Name ranks that the others wait for, in the log of rank 0, once per 100 steps.",
         default=True,
         variable="ACCELERATE_NAME_STRAGGLERS",
-        skip_reason=_ONE_RUN,
     )
     enable_rich: bool = setting(
         help="Show tracebacks with rich.",
         default=False,
         variable="ACCELERATE_ENABLE_RICH",
-        skip_reason=_ONE_RUN,
     )
     as_accelerate: bool = plain(
         "Make `import accelerate` resolve to accel, in libraries as well; needs accel-compat.",
         default=False,
-        skip_reason="For scripts and libraries written for Accelerate.",
     )
 
 
@@ -319,7 +297,7 @@ def _slurm_time(text: str) -> str:
 
 def _of_cluster(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
     return setting(
-        lambda field: {"flags": (f"--{field}",), "key": f"cluster.{field}", "skip_reason": _ONE_JOB},
+        lambda field: {"flags": (f"--{field}",), "key": f"cluster.{field}"},
         help=help,
         **more,
     )
@@ -367,7 +345,7 @@ CLUSTER = rows_of("cluster", ClusterSettings, topic="jobs of a cluster")
 
 def _of_replicas(help: str, variable: str, flag: str | None = None, **more: Any) -> Any:  # noqa: A002 - as the field is called
     named: dict[str, Any] = {"flags": (f"--{flag}",), "key": flag} if flag else {}
-    return setting(help=help, variable=variable, skip_reason=_ONE_JOB, **named, **more)
+    return setting(help=help, variable=variable, **named, **more)
 
 
 @documented
@@ -534,18 +512,15 @@ class SageMakerSettings:
         "Extra arguments of the SageMaker estimator.",
         parse=optional(json_object, "{}"),
         kind="table",
-        skip_reason="A table; write it into the file.",
     )
     aws_access_key_id: str | None = setting(
         help="AWS access key ID, instead of a profile.",
         flags=("--aws_access_key_id",),
-        skip_reason="Secrets do not belong in a file.",
         repr=False,
     )
     aws_secret_access_key: str | None = setting(
         help="AWS secret access key.",
         flags=("--aws_secret_access_key",),
-        skip_reason="Secrets do not belong in a file.",
         repr=False,
     )
 
@@ -588,17 +563,14 @@ class TrainingSettings:
     strategy: str | None = plain(
         "Training strategy, by name; auto chooses the first that applies.",
         parse=optional(str, "auto", ""),
-        skip_reason="Follows from the answers about DeepSpeed, FSDP and parallelism.",
     )
     loss_chunk_size: int | None = plain(
         "Compute a causal language model's loss this many tokens at a time, without storing all logits.",
         parse=optional(integer(1), ""),
-        skip_reason="Depends on the model and its sequences, not on the machine.",
     )
     mlp_tile_size: int | None = plain(
         "Compute MLPs this many tokens at a time, and recompute them in the backward pass.",
         parse=optional(integer(1), ""),
-        skip_reason="Depends on the model and its sequences, not on the machine.",
     )
 
 
