@@ -195,7 +195,7 @@ def test_what_cannot_be_saved_or_handled_is_refused(tmp_path):
 def test_an_accelerator_that_is_replaced_is_not_polled_and_can_be_freed(monkeypatch):
     monitor = SimpleNamespace(polls=[])
     monkeypatch.setattr(hang_monitor, "_active", monitor)
-    monkeypatch.setattr(preemption, "get_default_store", HashStore)
+    monkeypatch.setattr(preemption.dist.distributed_c10d, "_get_default_store", HashStore)
     runtime = SimpleNamespace(topology=SimpleNamespace(rank=0, world_size=2))
     first, second = (preemption.Preemption(runtime, print) for _ in range(2))
     first.install()
