@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ROOT / "packages"
 UV = os.environ.get("UV") or shutil.which("uv") or "uv"
 BENCHES = 2  # packages that are checked at the same time
-TEST_TOOLS = ("pytest", "hypothesis")
+TEST_TOOLS = ("pytest", "hypothesis", "safetensors")
 PYTEST_INI = """\
 [pytest]
 addopts = --import-mode=importlib --strict-markers -q -p no:cacheprovider

@@ -30,7 +30,6 @@ import safetensors
 import safetensors.torch
 import torch
 
-from accel_bigmodel.offload import OffloadedWeightsLoader, offload_state_dict
 from accel_cli.config_file import read_config
 from accel_cli.launch.hosts import read_hosts
 from accel_ops.weights.read import find_checkpoint_files, load_state_dict
@@ -178,16 +177,6 @@ def read_index(path: Path) -> None:
     assert all(Path(str(file)).resolve().parent == path.parent.resolve() for file in files.files)
 
 
-def read_offloaded(path: Path) -> None:
-    """Every tensor has the shape of the index, and the bytes of its file."""
-    loader, index = OffloadedWeightsLoader(save_folder=path.parent), json.loads(path.read_text())
-    for name in loader:
-        dtype, shape, data = content_of(loader[name])
-        assert list(shape) == index[name]["shape"], name
-        assert str(dtype).removeprefix("torch.") == index[name]["dtype"], name
-        assert data == (path.parent / f"{name}.dat").read_bytes()[: len(data)], name
-
-
 def read_manifest(path: Path) -> None:
     """A manifest that is read is written as it was."""
     manifest = Manifest.from_text(path.read_bytes(), path)
@@ -220,11 +209,6 @@ KINDS = {
         file="model.safetensors.index.json",
         make=lambda folder: save_state_dict(STATE, folder, max_shard_size=100),
         read=read_index,
-    ),
-    "offload": Kind(
-        file="index.json",
-        make=lambda folder: offload_state_dict(folder, {**STATE, "one": torch.tensor(1.5)}),
-        read=read_offloaded,
     ),
     "manifest": Kind(
         file="accel_manifest.json",
