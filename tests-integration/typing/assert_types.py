@@ -49,24 +49,18 @@ def prepared(
     loader: DataLoader[Batch],
     schedule: LRScheduler,
 ) -> None:
-    """What is prepared is typed as what it is."""
+    """`prepare` returns the types of its arguments; the methods for one object, those of the results."""
     assert_type(accelerator.prepare(model), Model)
-    assert_type(accelerator.prepare(optimizer), AcceleratedOptimizer)
-    assert_type(accelerator.prepare(loader), PreparedLoader[Batch])
-    assert_type(accelerator.prepare(schedule), AcceleratedScheduler)
-    assert_type(accelerator.prepare(model, optimizer), tuple[Model, AcceleratedOptimizer])
-    assert_type(
-        accelerator.prepare(model, optimizer, loader),
-        tuple[Model, AcceleratedOptimizer, PreparedLoader[Batch]],
-    )
+    assert_type(accelerator.prepare(optimizer), Optimizer)
+    assert_type(accelerator.prepare(loader), DataLoader[Batch])
+    assert_type(accelerator.prepare(model, optimizer), tuple[Model, Optimizer])
     assert_type(
         accelerator.prepare(model, optimizer, loader, loader, schedule),
-        tuple[
-            Model, AcceleratedOptimizer, PreparedLoader[Batch], PreparedLoader[Batch], AcceleratedScheduler
-        ],
+        tuple[Model, Optimizer, DataLoader[Batch], DataLoader[Batch], LRScheduler],
     )
     assert_type(accelerator.prepare(model, model), tuple[Model, Model])
-    net, steps, batches = accelerator.prepare(model, optimizer, loader)
+    net = accelerator.prepare(model)
+    batches, steps = accelerator.prepare_data_loader(loader), accelerator.prepare_optimizer(optimizer)
     batches.set_epoch(1)
     for batch in batches:
         assert_type(batch, Batch)

@@ -17,12 +17,13 @@ from accel_plugins.fp8.ao import (
     find_first_last_linear_layers,
     has_ao_layers,
 )
-from accel_plugins.fp8.build import build, build_recipe
+from accel_plugins.fp8.build import build
 from accel_plugins.fp8.recipe import (
     AORecipeKwargs,
     FP8RecipeKwargs,
     MSAMPRecipeKwargs,
     TERecipeKwargs,
+    build_recipe,
     plain_tensor,
     tied_layers,
 )

@@ -34,7 +34,7 @@ from accel_state.errors import SettingsError
 from accel_state.labels import DistributedType, RNGType
 from accel_state.settings.model import from_environ
 from accel_train import Accelerator
-from accel_train.accelerator.build import AcceleratorConfig, index_handlers, resolve_accumulation
+from accel_train.accelerator.build import index_handlers, resolve_accumulation
 
 
 def test_alone_it_is_the_main_the_local_main_and_the_last_process():
@@ -66,7 +66,7 @@ def test_the_environment_is_read_once(monkeypatch, mixed_precision):
     finally:
         sys.setprofile(None)
     assert accelerator.mixed_precision == "bf16"
-    assert read == ["build_parts"]
+    assert read == ["Accelerator.__init__"]
 
 
 def test_a_later_accelerator_keeps_the_precision_of_the_first(monkeypatch):
@@ -157,7 +157,9 @@ def test_accumulation_of_a_deepspeed_configuration_wins_with_a_warning(said, env
     variables = {} if environment is None else {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": environment}
     configuration = {"gradient_accumulation_steps": 37, "zero_optimization": {"stage": 2}}
     plugins = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=configuration)}
-    accumulation = resolve_accumulation(AcceleratorConfig(**said), from_environ(variables), plugins)
+    accumulation = resolve_accumulation(
+        said.get("gradient_accumulation_steps", 1), None, from_environ(variables), plugins
+    )
     assert accumulation.num_steps == 37
     steps = said.get("gradient_accumulation_steps", int(environment or 1))
     (message,) = caplog.messages
@@ -172,7 +174,7 @@ def test_accumulation_that_a_deepspeed_configuration_does_not_contradict_is_no_w
     settings = from_environ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "5"})
     configuration = {"gradient_accumulation_steps": configured, "zero_optimization": {"stage": 2}}
     plugins = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=configuration)}
-    assert resolve_accumulation(AcceleratorConfig(), settings, plugins).num_steps == 5
+    assert resolve_accumulation(1, None, settings, plugins).num_steps == 5
     assert not caplog.messages
 
 

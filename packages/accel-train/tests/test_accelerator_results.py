@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel_train import Accelerator
-from accel_train.accelerator.results import all_tensors, trim_objects, trim_tensors
+from accel_train.accelerator.metrics import all_tensors, trim_objects, trim_tensors
 
 
 def test_nested_tensors_keep_the_rows_of_real_samples():

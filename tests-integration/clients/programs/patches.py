@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import sys
 import tempfile
 from collections.abc import Callable
@@ -319,30 +318,6 @@ def distributed_type() -> Any:
     with mock.patch.object(Accelerator, "distributed_type", same):
         wrapped = prepare()
     return [replaced, wrapped, prepare()]
-
-
-@case()
-def what_nothing_calls() -> Any:
-    """A replacement of what accel has no counterpart of is said once, with all that there are."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("accel_train").addHandler(handler)
-
-    def prepare() -> None:
-        reset()
-        Accelerator(cpu=True).prepare(make_model())
-
-    prepare()
-    with (
-        mock.patch.object(Accelerator, "_prepare_tp", lambda self, *args: args),
-        mock.patch("accelerate.utils.megatron_lm.model_provider_func", len),
-    ):
-        prepare()
-        prepare()
-    prepare()
-    logging.getLogger("accel_train").removeHandler(handler)
-    return records
 
 
 @case(ranks=2)

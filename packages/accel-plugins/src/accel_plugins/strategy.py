@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import field
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from accel_state.errors import UnsupportedError
 from accel_state.frozen import frozen
@@ -556,6 +556,18 @@ class PrecisionPolicy(Protocol):
     def load_state_dict(self, state: StateDict) -> None:
         """Resume from a `state_dict`."""
         ...
+
+
+class FromConfiguration:
+    """Base of placeholders for what an engine builds from its configuration, which `prepare` accepts.
+
+    Attributes:
+        kind: The field of `Bundle` that it belongs to.
+        feature: What a strategy needs for it.
+    """
+
+    kind: ClassVar[str]
+    feature: ClassVar[Feature]
 
 
 @frozen

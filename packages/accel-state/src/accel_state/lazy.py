@@ -60,17 +60,6 @@ def _replace(name: str, before: object, after: object) -> None:
             vars(module)[name] = after
 
 
-def replaced_absent_names() -> list[str]:
-    """Return the full names that a program has patched although we do not implement them."""
-    modules = {id(module): module for module in [*sys.modules.values()] if isinstance(module, LazyModule)}
-    return [
-        f"{module.__name__}.{name}"
-        for module in modules.values()
-        for name, original in vars(module).get("_ORIGINALS", {}).items()
-        if isinstance(original, AbsentName)
-    ]
-
-
 def attach(package: str, visible: str | None = None) -> None:
     """Add to a module the names that its stub imports from other modules, each imported at its first use.
 

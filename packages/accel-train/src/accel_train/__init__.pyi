@@ -2,6 +2,8 @@ from accel_plugins.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from accel_plugins.optimizer import AcceleratedScheduler as AcceleratedScheduler
 from accel_plugins.optimizer import move_to_device as move_to_device
 from accel_train import fsdp as fsdp
+from accel_train import healing as healing
+from accel_train import profiling as profiling
 from accel_train.accelerator import Accelerator as Accelerator
 from accel_train.checkpoint.layout import OPTIMIZER_NAME as OPTIMIZER_NAME
 from accel_train.checkpoint.layout import RNG_STATE_NAME as RNG_STATE_NAME

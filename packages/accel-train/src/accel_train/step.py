@@ -416,27 +416,6 @@ def is_lomo(optimizer: object) -> bool:
     return any(kind.__module__.partition(".")[0] == "lomo_optim" for kind in type(optimizer).__mro__)
 
 
-class Trigger:
-    """A flag that is set on one rank and checked on all, such as "stop early"."""
-
-    __slots__ = ("_runtime", "flag")
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self.flag: torch.Tensor | None = None
-
-    def set(self) -> None:
-        """Set the flag on this rank."""
-        self.flag = torch.tensor(1, device=self._runtime.device)
-
-    def check(self) -> bool:
-        """Return whether any rank has set the flag since the last check, and reset it. A collective."""
-        count = torch.tensor(0, device=self._runtime.device) if self.flag is None else self.flag.clone()
-        self.flag = torch.tensor(0, device=self._runtime.device)
-        self._runtime.collectives.all_reduce(count)
-        return bool(count.item())
-
-
 class LocalSGD:
     """Context manager in which ranks train on local gradients and average their models every few steps.
 
@@ -476,7 +455,7 @@ class LocalSGD:
                 f"LocalSGD(local_sgd_steps={local_sgd_steps!r}): expected a whole number above 0."
             )
         parts = accelerator._parts  # pyright: ignore[reportPrivateUsage] - of this package
-        self.enabled = enabled and parts.process.use_distributed
+        self.enabled = enabled and accelerator.use_distributed
         if self.enabled:
             parts.strategy.require(Feature.NO_SYNC, "LocalSGD()")
             if parts.strategy.replicas is not None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from accel_plugins.kwargs import is_count
+from accel_plugins.strategy import Feature, FromConfiguration
 from accel_state.errors import SettingsError, did_you_mean
 from accel_state.files import CONFIG_LIMIT, read_regular
 from accel_state.frozen import frozen
@@ -196,7 +197,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     return cast("dict[str, Any]", config)
 
 
-class DummyOptim:
+class DummyOptim(FromConfiguration):
     """Placeholder for the optimizer that the DeepSpeed configuration describes.
 
     Args:
@@ -210,6 +211,9 @@ class DummyOptim:
         >>> DummyOptim(torch.nn.Linear(1, 1).parameters(), lr=0.01).lr
         0.01
     """
+
+    kind = "optimizers"
+    feature = Feature.OPTIMIZER_FROM_CONFIGURATION
 
     def __init__(
         self,
@@ -231,7 +235,7 @@ class DummyOptim:
         return [[*self.params]]
 
 
-class DummyScheduler:
+class DummyScheduler(FromConfiguration):
     """Placeholder for the learning rate scheduler that the DeepSpeed configuration describes.
 
     Args:
@@ -241,6 +245,9 @@ class DummyScheduler:
         lr_scheduler_callable: Builds a scheduler from the optimizer, instead of the configuration's.
         **kwargs: Stored in the attribute `kwargs`.
     """
+
+    kind = "schedulers"
+    feature = Feature.OPTIMIZER_FROM_CONFIGURATION
 
     def __init__(
         self,

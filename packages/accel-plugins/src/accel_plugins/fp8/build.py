@@ -36,21 +36,6 @@ HANDLERS: Mapping[type, str] = {AORecipeKwargs: "AO", TERecipeKwargs: "TE", MSAM
 _SHARDING = (FullyShardedDataParallelPlugin, ParallelismConfig, DeepSpeedPlugin)
 
 
-def build_recipe(
-    precision: str, settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]
-) -> Recipe | None:
-    """Build the recipe of a run; `None` for a precision other than `"fp8"`."""
-    if precision == "fp8":
-        return build(settings, runtime, handlers)
-    for kind in FP8_HANDLERS:
-        if kind in handlers:
-            raise SettingsError(
-                f"kwargs_handlers contains {kind.__name__}, which needs mixed_precision='fp8', but it is "
-                f"{precision!r}. Change one of the two."
-            )
-    return None
-
-
 def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) -> Recipe:
     """Build the recipe; a handler's backend takes precedence over `fp8.backend` of the settings."""
     # 1. Choose the library.

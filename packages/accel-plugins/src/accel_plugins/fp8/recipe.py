@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from accel_ops.tree import is_dtensor
+from accel_plugins import fp8
 from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count, resolve_fields
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
@@ -20,6 +21,8 @@ from accel_state.torch_private import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from accel_plugins.strategy import Bundle
+    from accel_state.runtime import Runtime
+    from accel_state.settings.model import Settings
 
 Backend = Literal["MSAMP", "TE"]
 """The libraries that `FP8RecipeKwargs` chooses from."""
@@ -292,6 +295,21 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
 FP8_HANDLERS = (FP8RecipeKwargs, AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs)
 """The kwargs handlers of FP8, of which a run has one."""
+
+
+def build_recipe(
+    precision: str, settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]
+) -> Recipe | None:
+    """Build the recipe of a run; `None` for a precision other than `"fp8"`."""
+    if precision == "fp8":
+        return fp8.build.build(settings, runtime, handlers)
+    for kind in FP8_HANDLERS:
+        if kind in handlers:
+            raise SettingsError(
+                f"kwargs_handlers contains {kind.__name__}, which needs mixed_precision='fp8', but it is "
+                f"{precision!r}. Change one of the two."
+            )
+    return None
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_plugins.megatron.library import core, load_library, without_core_warnings
+from accel_plugins.strategy import Feature, FromConfiguration
 from accel_state.accelerator_state import AcceleratorState, is_initialized
 from accel_state.errors import SettingsError, did_you_mean
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from accel_plugins.megatron.plugin import MegatronLMPlugin
 
 
-class MegatronLMDummyScheduler:
+class MegatronLMDummyScheduler(FromConfiguration):
     """Placeholder for the schedule of learning rate and weight decay that `MegatronLMPlugin` describes.
 
     Args:
@@ -35,6 +36,9 @@ class MegatronLMDummyScheduler:
         0
     """
 
+    kind = "schedulers"
+    feature = Feature.OPTIMIZER_FROM_CONFIGURATION
+
     def __init__(
         self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
     ) -> None:
@@ -44,7 +48,7 @@ class MegatronLMDummyScheduler:
         self.kwargs = kwargs
 
 
-class MegatronLMDummyDataLoader:
+class MegatronLMDummyDataLoader(FromConfiguration):
     """Placeholder for the loaders of Megatron's indexed data sets, which are split into three.
 
     Prepare it three times in one call: the first result trains, the second validates, the third tests.
@@ -60,6 +64,9 @@ class MegatronLMDummyDataLoader:
         >>> loader.dataset_args["seq_length"]
         128
     """
+
+    kind = "dataloaders"
+    feature = Feature.LOADERS_FROM_CONFIGURATION
 
     def __init__(self, **dataset_kwargs: Any) -> None:
         self.dataset_args: dict[str, Any] = dict(dataset_kwargs)

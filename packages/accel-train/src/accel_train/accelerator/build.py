@@ -1,4 +1,4 @@
-"""Build the parts of an `Accelerator` from its arguments (a frozen record) and the environment."""
+"""Check and resolve the arguments of `Accelerator`; build the state, the strategy and its precision."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.ddp import DistributedDataParallelKwargs
-from accel_plugins.fp8.build import build_recipe
-from accel_plugins.fp8.recipe import FP8_HANDLERS, Recipe
+from accel_plugins.fp8.recipe import FP8_HANDLERS, Recipe, build_recipe
 from accel_plugins.kwargs import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -26,33 +25,22 @@ from accel_plugins.kwargs import (
 )
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler, StepPer, check_clock
 from accel_plugins.precision import build_precision, compute_in_float32
-from accel_plugins.registry import (
-    ENGINES,
-    STRATEGIES,
-    as_handlers,
-    choose,
-    find_plugins,
-    load,
-    with_plugin_fields,
-)
+from accel_plugins.registry import ENGINES, STRATEGIES, choose, load
 from accel_plugins.strategy import PrecisionPolicy, Strategy, StrategySpec
-from accel_state import environ, hang_monitor
-from accel_state.accelerator_state import AcceleratorState, GradientState, is_initialized
+from accel_state import environ
+from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_state.errors import SettingsError
-from accel_state.frozen import frozen
-from accel_state.labels import DynamoBackend, PrecisionType, RNGType
+from accel_state.labels import DynamoBackend, RNGType
 from accel_state.logging import get_logger
-from accel_state.partial_state import PartialState
 from accel_state.runtime import Runtime
 from accel_state.settings import Settings
 from accel_state.settings.model import from_environ
-from accel_trackers.session import OnTrackerError, TrackerSession
+from accel_trackers.session import TrackerSession
 from accel_train import checkpoint
 from accel_train.accelerator.prepare import RecipeApplier
 from accel_train.checkpoint.context import CheckpointContext
-from accel_train.healing import share_state
 from accel_train.profiling import StepMeter
-from accel_train.step import EngineCalls, ItemWindow, Synchronizer, Trigger, bind_backward, bind_step
+from accel_train.step import EngineCalls, ItemWindow, Synchronizer, bind_step
 
 if TYPE_CHECKING:
     import torch
@@ -72,54 +60,6 @@ class _Unset:
 
 
 UNSET: Any = _Unset()
-
-
-@frozen
-class AcceleratorConfig:
-    """The unchecked arguments of `Accelerator`, which documents them."""
-
-    device_placement: bool = True
-    split_batches: bool = UNSET
-    mixed_precision: PrecisionType | str | None = None
-    gradient_accumulation_steps: int = 1
-    cpu: bool = False
-    dataloader_config: DataLoaderConfiguration | None = None
-    deepspeed_plugin: Any = None
-    fsdp_plugin: Any = None
-    torch_tp_plugin: Any = None
-    megatron_lm_plugin: Any = None
-    rng_types: Sequence[str | RNGType] | None = None
-    log_with: Any = None
-    project_dir: str | Path | None = None
-    project_config: ProjectConfiguration | None = None
-    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
-    step_scheduler_with_optimizer: bool = True
-    kwargs_handlers: Sequence[KwargsHandler] | None = None
-    dynamo_backend: DynamoBackend | str | None = None
-    dynamo_plugin: TorchDynamoPlugin | None = None
-    deepspeed_plugins: Any = None
-    parallelism_config: Any = None
-    step_scheduler_per: StepPer | None = None
-    on_tracker_error: OnTrackerError = "raise"
-    strategy: str | StrategySpec | None = None
-    log_system_metrics: bool = False
-
-    def plugins(self) -> dict[str, Any]:
-        """Return the plugins by argument name, with DeepSpeed's two arguments merged into one.
-
-        Example:
-            >>> AcceleratorConfig(deepspeed_plugins={"zero3": 3}).plugins()["deepspeed_plugin"]
-            {'zero3': 3}
-        """
-        plugins = {engine.argument: getattr(self, engine.argument) for engine in ENGINES}
-        if self.deepspeed_plugins is not None:
-            if self.deepspeed_plugin is not None:
-                raise SettingsError(
-                    f"Accelerator(deepspeed_plugin={self.deepspeed_plugin!r}, "
-                    f"deepspeed_plugins={self.deepspeed_plugins!r}): pass only one of the two."
-                )
-            plugins["deepspeed_plugin"] = self.deepspeed_plugins
-        return plugins
 
 
 @dataclass(slots=True)
@@ -155,9 +95,9 @@ class PreparedObjects:
             kind.clear()
 
 
-@frozen
+@dataclass(slots=True)
 class Parts:
-    """The components that the facets of an `Accelerator` share; only `prepared` and the states change.
+    """The components of an `Accelerator`, which the stages of `prepare` use and may replace.
 
     Args:
         engine: Routes model calls to the strategy's `train_step`, if it has one.
@@ -169,11 +109,9 @@ class Parts:
         handlers: The kwargs handlers of `Accelerator`, and the plugins, by type.
         meter: Measures the training loop, with `log_system_metrics`.
         preemption: Saves and exits when the job is preempted, with `save_on_preemption`.
-        native_amp: What a script has assigned to `native_amp`.
     """
 
-    process: PartialState
-    state: AcceleratorState
+    runtime: Runtime
     gradient_state: GradientState
     strategy: Strategy
     engine: EngineCalls | None
@@ -185,20 +123,12 @@ class Parts:
     compiler: TorchDynamoPlugin
     synchronizer: Synchronizer
     items: ItemWindow
-    trigger: Trigger
     handlers: dict[type, Any]
-    dataloading: DataLoaderConfiguration
-    rng_types: Sequence[str | RNGType]
-    project: ProjectConfiguration
-    device_placement: bool
-    step_scheduler_with_optimizer: bool
-    step_scheduler_per: StepPer | None
     prepared: PreparedObjects
     checkpoints: CheckpointContext
     trackers: TrackerSession
     meter: StepMeter | None
     preemption: Preemption | None
-    native_amp: bool | None = None
 
     @property
     def fp8_backend(self) -> str:
@@ -206,94 +136,23 @@ class Parts:
         return self.converter.recipe.backend if self.converter else "NO"
 
 
-@frozen
-class StartedParts:
-    """The parts that exist before a strategy is built."""
-
-    process: PartialState
-    state: AcceleratorState
-
-
-def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
-    """Read the settings, start the process group if there is none yet, and build the parts."""
-    # 1. Check the arguments, before anything is started.
-    settings = from_environ(variables := environ.read())
-    requested_plugins = config.plugins()
-    selected = select_strategy(config.strategy, settings)
-    handlers = index_handlers(config.kwargs_handlers or ())
-    dataloading, rng_types = resolve_dataloading(config), check_rng_types(config.rng_types)
-    project, compiler = resolve_project(config), resolve_compiler(config)
-    trackers = TrackerSession(config.log_with, project.logging_dir, on_error=config.on_tracker_error)
-    check_scheduler_clock(config)
-    tiling = TilingKwargs()  # from the environment, if no handler was given
-    # 2. Choose the plugins; their settings override the environment.
-    plugins = find_plugins(requested_plugins, earlier_plugins(), settings, selected and selected.sections)
-    accumulation = resolve_accumulation(config, settings, plugins)
-    settings = with_plugin_fields(settings, plugins)
-    # 3. Start the process group, and build the precision policy and the strategy for its ranks.
-    with restore_state_on_failure():
-        state = _make_state(config, settings, variables, handlers, compiler, plugins)
-        process = PartialState()
-        runtime = process.runtime
-        if state.parallelism_config is not None:
-            accelerator._parts = StartedParts(process=process, state=state)
-            state.parallelism_config._validate_accelerator(accelerator)
-            del accelerator._parts
-        handlers |= {**as_handlers(plugins), TorchDynamoPlugin: compiler}
-        handlers.setdefault(TilingKwargs, tiling)
-        options = {**handlers, GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
-        recipe = build_recipe(state.mixed_precision, settings, runtime, options)
-        base = "bf16" if recipe else state.mixed_precision
-        strategy, precision = _build_strategy(settings, selected, base, runtime, options)
-    state.strategy, state.device_mesh = selected, strategy.mesh
-    vars(state)["_fsdp_version"] = strategy.fsdp_version
-    # 4. Create the state of the training loop.
-    gradient_state, prepared = GradientState(gradient_accumulation_plugin=accumulation), PreparedObjects()
-    meter = StepMeter(gradient_state, prepared, runtime) if config.log_system_metrics else None
-    no_sync = None if runtime.topology.world_size == 1 else strategy.stepper.no_sync
-    synchronizer = Synchronizer(gradient_state, no_sync, prepared.optimizers)
-    engine = None if strategy.train_step is None else EngineCalls(strategy, gradient_state)
-    checkpoints = CheckpointContext(runtime, project, prepared, synchronizer, strategy, precision, recipe)
-    preemption = _start_preemption(checkpoints, accelerator, variables)
-    after_step = _hooks_after_step(strategy, recipe, prepared, preemption)
-    if strategy.replicas is not None:
-        share_state(strategy.replicas, checkpoints, accelerator)
-    monitor = hang_monitor.active()
-    if monitor is not None and settings.process.name_stragglers:
-        monitor.name_stragglers(prepared.num_steps)
-    return Parts(
-        process=process,
-        state=state,
-        gradient_state=gradient_state,
-        strategy=strategy,
-        engine=engine,
-        backward=bind_backward(strategy, engine, strategy.after_micro_batch),
-        step=bind_step(strategy.stepper.step, after_step),
-        after_step=after_step,
-        precision=precision,
-        converter=None if recipe is None else RecipeApplier(recipe),
-        compiler=compiler,
-        synchronizer=synchronizer,
-        items=ItemWindow(runtime, prepared.parameters, meter),
-        trigger=Trigger(runtime),
-        handlers=options,
-        dataloading=dataloading,
-        rng_types=rng_types,
-        project=project,
-        device_placement=config.device_placement,
-        step_scheduler_with_optimizer=config.step_scheduler_with_optimizer,
-        step_scheduler_per=config.step_scheduler_per,
-        prepared=prepared,
-        checkpoints=checkpoints,
-        trackers=trackers,
-        meter=meter,
-        preemption=preemption,
-    )
+def merge_plugins(deepspeed_plugins: Any, plugins: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plugins by argument name, with DeepSpeed's two arguments merged into one."""
+    merged = {engine.argument: plugins[engine.argument] for engine in ENGINES}
+    if deepspeed_plugins is None:
+        return merged
+    if merged["deepspeed_plugin"] is not None:
+        raise SettingsError(
+            f"Accelerator(deepspeed_plugin={merged['deepspeed_plugin']!r}, "
+            f"deepspeed_plugins={deepspeed_plugins!r}): pass only one of the two."
+        )
+    return merged | {"deepspeed_plugin": deepspeed_plugins}
 
 
-def _hooks_after_step(
+def hooks_after_step(
     strategy: Strategy, recipe: Recipe | None, prepared: PreparedObjects, preemption: Preemption | None
 ) -> tuple[Callable[[], None] | None, ...]:
+    """Return what is called after each optimizer step."""
     hook = None if recipe is None else recipe.compute_scales
     return (
         strategy.after_step,
@@ -302,39 +161,34 @@ def _hooks_after_step(
     )
 
 
-def with_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> Parts:
-    """Return the parts with the FP8 recipe of another handler, which applies to models prepared later.
+def use_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> None:
+    """Use the FP8 recipe of another handler for models prepared later.
 
     A run has one recipe, so the handler replaces any other. Without FP8, the handler is kept but not used.
     """
-    handlers = {kind: known for kind, known in parts.handlers.items() if kind not in FP8_HANDLERS}
-    handlers |= index_handlers(() if handler is None else [handler])
-    runtime, converter = parts.process.runtime, parts.converter
-    recipe = converter and build_recipe("fp8", from_environ(environ.read()), runtime, handlers)
+    added = index_handlers(() if handler is None else [handler])
+    for kind in FP8_HANDLERS:
+        parts.handlers.pop(kind, None)
+    parts.handlers |= added
+    if parts.converter is None:
+        return
+    recipe = build_recipe("fp8", from_environ(environ.read()), parts.runtime, parts.handlers)
     if recipe is None:
-        return replace(parts, handlers=handlers)
-    after_step = _hooks_after_step(parts.strategy, recipe, parts.prepared, parts.preemption)
-    parts.checkpoints.recipe = recipe
-    return replace(
-        parts,
-        handlers=handlers,
-        converter=RecipeApplier(recipe),
-        after_step=after_step,
-        step=bind_step(parts.strategy.stepper.step, after_step),
-    )
+        return
+    parts.converter, parts.checkpoints.recipe = RecipeApplier(recipe), recipe
+    parts.after_step = hooks_after_step(parts.strategy, recipe, parts.prepared, parts.preemption)
+    parts.step = bind_step(parts.strategy.stepper.step, parts.after_step)
 
 
-def _start_preemption(
-    checkpoints: CheckpointContext, accelerator: Any, variables: Mapping[str, str]
+def start_preemption(
+    checkpoints: CheckpointContext, save_state: Callable[[], Any], variables: Mapping[str, str]
 ) -> Preemption | None:
     """Install handlers for the preemption signals of job schedulers, if requested."""
     if not checkpoints.project.save_on_preemption:
         return None
     _ = checkpoints.numbered  # refuses a project without a directory
     is_restarted = variables.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    preemption = checkpoint.preemption.Preemption(
-        checkpoints.runtime, accelerator.save_state, is_restarted=is_restarted
-    )
+    preemption = checkpoint.preemption.Preemption(checkpoints.runtime, save_state, is_restarted=is_restarted)
     preemption.install()
     return preemption
 
@@ -389,9 +243,8 @@ def index_handlers(handlers: Iterable[KwargsHandler]) -> dict[type, Any]:
     return by_type
 
 
-def resolve_dataloading(config: AcceleratorConfig) -> DataLoaderConfiguration:
+def resolve_dataloading(dataloading: DataLoaderConfiguration | None, split: Any) -> DataLoaderConfiguration:
     """Return the data loader options; refuse a contradicting `split_batches`."""
-    dataloading, split = config.dataloader_config, config.split_batches
     if split is UNSET:
         return DataLoaderConfiguration() if dataloading is None else dataloading
     if dataloading is None:
@@ -415,19 +268,21 @@ def check_rng_types(rng_types: Sequence[str | RNGType] | None) -> list[str | RNG
     return types
 
 
-def resolve_project(config: AcceleratorConfig) -> ProjectConfiguration:
+def resolve_project(
+    project: ProjectConfiguration | None, project_dir: str | Path | None
+) -> ProjectConfiguration:
     """Return the project's directories."""
-    project = config.project_config
     if project is None:
-        return ProjectConfiguration(project_dir=config.project_dir)
-    if config.project_dir is not None and project.project_dir is None:
-        project.set_directories(config.project_dir)
+        return ProjectConfiguration(project_dir=project_dir)
+    if project_dir is not None and project.project_dir is None:
+        project.set_directories(project_dir)
     return project
 
 
-def resolve_compiler(config: AcceleratorConfig) -> TorchDynamoPlugin:
+def resolve_compiler(
+    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
+) -> TorchDynamoPlugin:
     """Return the `torch.compile` options."""
-    backend, plugin = config.dynamo_backend, config.dynamo_plugin
     if plugin is None:
         return TorchDynamoPlugin(backend=backend)
     if backend is not None:
@@ -437,11 +292,10 @@ def resolve_compiler(config: AcceleratorConfig) -> TorchDynamoPlugin:
     return plugin
 
 
-def check_scheduler_clock(config: AcceleratorConfig) -> None:
+def check_scheduler_clock(step_per: StepPer | None, *, step_with_optimizer: bool) -> None:
     """Reject an unknown `step_scheduler_per`, and any value if schedulers do not follow the optimizer."""
-    step_per = config.step_scheduler_per
     check_clock(step_per, "step_scheduler_per")
-    if step_per is not None and not config.step_scheduler_with_optimizer:
+    if step_per is not None and not step_with_optimizer:
         raise SettingsError(
             f"Accelerator(step_scheduler_per={step_per!r}, step_scheduler_with_optimizer=False): "
             "without the optimizer, every call of step() is one step of the schedule. Remove one of the two."
@@ -457,10 +311,12 @@ def earlier_plugins() -> dict[str, Any]:
 
 
 def resolve_accumulation(
-    config: AcceleratorConfig, settings: Settings, plugins: Mapping[str, Any]
+    steps: int,
+    accumulation: GradientAccumulationPlugin | None,
+    settings: Settings,
+    plugins: Mapping[str, Any],
 ) -> GradientAccumulationPlugin:
     """Return the gradient accumulation plugin; `settings` are from the environment only, without plugins."""
-    steps, accumulation = config.gradient_accumulation_steps, config.gradient_accumulation_plugin
     if accumulation is None:
         accumulation = GradientAccumulationPlugin(num_steps=None if steps == 1 else steps)
     elif steps != 1:
@@ -497,31 +353,7 @@ def restore_state_on_failure() -> Generator[None]:
         raise
 
 
-def _make_state(
-    config: AcceleratorConfig,
-    settings: Settings,
-    variables: Mapping[str, str],
-    handlers: Mapping[type, Any],
-    compiler: TorchDynamoPlugin,
-    plugins: Mapping[str, Any],
-) -> AcceleratorState:
-    handler = handlers.get(InitProcessGroupKwargs)
-    options = {} if handler is None else handler.to_kwargs()
-    PartialState._from_settings(settings, variables, config.cpu, options)  # pyright: ignore[reportPrivateUsage] - ours
-    mixed_precision = config.mixed_precision
-    if mixed_precision is None and not is_initialized():  # an earlier state keeps its precision
-        mixed_precision = settings.precision.mixed_precision
-    return AcceleratorState(
-        mixed_precision=mixed_precision,
-        cpu=config.cpu,
-        dynamo_plugin=compiler,
-        _from_accelerator=True,
-        **plugins,
-        **options,
-    )
-
-
-def _build_strategy(
+def build_strategy(
     settings: Settings,
     selected: StrategySpec | None,
     mixed_precision: str,

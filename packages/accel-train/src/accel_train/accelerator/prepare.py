@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, TypeVarTuple, cast, final, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
 import torch
 from torch import nn
@@ -22,382 +23,78 @@ from accel_ops.modules import (
     is_compiled_module,
     without_compiler,
 )
-from accel_plugins import sharding
-from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler
-from accel_plugins.deepspeed.engine import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+from accel_plugins import deepspeed, sharding
 from accel_plugins.fp8.recipe import Recipe
-from accel_plugins.kwargs import DataLoaderConfiguration, TilingKwargs, TorchDynamoPlugin
-from accel_plugins.megatron.data import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from accel_plugins.kwargs import TilingKwargs, TorchDynamoPlugin
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler, StepPer, without_wrapper
-from accel_plugins.strategy import Bundle, Feature
+from accel_plugins.strategy import Bundle, FromConfiguration
 from accel_plugins.unsharded import has_device_map, has_offloaded_parameters
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
-from accel_state.labels import DynamoBackend, RNGType
+from accel_state.labels import DynamoBackend
 from accel_state.logging import get_logger
-from accel_state.memory import release_memory
 from accel_train.accelerator.presharded import adopt_sharded
-from accel_train.accelerator.run import attribute_of
-from accel_train.accelerator.seams import SeamFacet, replaced_stages, says_another_type, warn_of_uncalled
 from accel_train.data.adapter import DataLoaderAdapter, PreparedLoader
 from accel_train.data.prepare import prepare_data_loader
-from accel_train.step import bind_step
+from accel_train.step import bind_step, is_lomo
 
 if TYPE_CHECKING:
+    from accel_train.accelerator import Accelerator
     from accel_train.accelerator.build import Parts
 
 
 logger = get_logger(__name__)
 
-A = TypeVar("A")
-B = TypeVar("B")
-X = TypeVar("X")
-Y = TypeVar("Y")
-M = TypeVar("M", bound="nn.Module")
-More = TypeVarTuple("More")
 Placement: TypeAlias = "Sequence[bool | None] | None"
 
 
-class PrepareFacet(SeamFacet):
-    """`prepare`, and the methods that undo it."""
+def prepare_all(
+    accelerator: Accelerator,
+    args: Sequence[Any],
+    device_placement: Placement = None,
+    *,
+    leave_out: Container[str] = (),
+) -> list[Any]:
+    """Run the stages of `prepare`, without some, on all of its arguments."""
+    bundle, placements = _sort(accelerator, args, device_placement)
+    request = PrepareRequest(accelerator=accelerator, placements=placements, leave_out=leave_out)
+    return run_stages(bundle, request).in_order()
 
-    __slots__ = ()
 
-    @overload
-    def prepare(self, first: Optimizer, /, *, device_placement: Placement = ...) -> AcceleratedOptimizer: ...
-    @overload
-    def prepare(self, first: DataLoader[X], /, *, device_placement: Placement = ...) -> PreparedLoader[X]: ...
-    @overload
-    def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
-        self, first: LRScheduler, /, *, device_placement: Placement = ...
-    ) -> AcceleratedScheduler: ...
-    @overload
-    def prepare(
-        self, first: Optimizer, second: DataLoader[X], /, *, device_placement: Placement = ...
-    ) -> tuple[AcceleratedOptimizer, PreparedLoader[X]]: ...
-    @overload
-    def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
-        self, first: Optimizer, second: LRScheduler, /, *, device_placement: Placement = ...
-    ) -> tuple[AcceleratedOptimizer, AcceleratedScheduler]: ...
-    @overload
-    def prepare(
-        self, first: DataLoader[X], second: DataLoader[Y], /, *, device_placement: Placement = ...
-    ) -> tuple[PreparedLoader[X], PreparedLoader[Y]]: ...
-    @overload
-    def prepare(
-        self, first: M, second: Optimizer, /, *, device_placement: Placement = ...
-    ) -> tuple[M, AcceleratedOptimizer]: ...
-    @overload
-    def prepare(
-        self, first: M, second: DataLoader[X], /, *, device_placement: Placement = ...
-    ) -> tuple[M, PreparedLoader[X]]: ...
-    @overload
-    def prepare(
-        self, first: M, second: Optimizer, third: DataLoader[X], /, *, device_placement: Placement = ...
-    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader[X]]: ...
-    @overload
-    def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
-        self, first: M, second: Optimizer, third: LRScheduler, /, *, device_placement: Placement = ...
-    ) -> tuple[M, AcceleratedOptimizer, AcceleratedScheduler]: ...
-    @overload
-    def prepare(
-        self,
-        first: M,
-        second: DataLoader[X],
-        third: DataLoader[Y],
-        /,
-        *,
-        device_placement: Placement = ...,
-    ) -> tuple[M, PreparedLoader[X], PreparedLoader[Y]]: ...
-    @overload
-    def prepare(
-        self,
-        first: M,
-        second: Optimizer,
-        third: DataLoader[X],
-        fourth: DataLoader[Y],
-        /,
-        *,
-        device_placement: Placement = ...,
-    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader[X], PreparedLoader[Y]]: ...
-    @overload
-    def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
-        self,
-        first: M,
-        second: Optimizer,
-        third: DataLoader[X],
-        fourth: LRScheduler,
-        /,
-        *,
-        device_placement: Placement = ...,
-    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader[X], AcceleratedScheduler]: ...
-    @overload
-    def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
-        self,
-        first: M,
-        second: Optimizer,
-        third: DataLoader[X],
-        fourth: DataLoader[Y],
-        fifth: LRScheduler,
-        /,
-        *,
-        device_placement: Placement = ...,
-    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader[X], PreparedLoader[Y], AcceleratedScheduler]: ...
-    @overload
-    def prepare(self, first: A, /, *, device_placement: Placement = ...) -> A: ...
-    @overload
-    def prepare(
-        self, first: A, second: B, /, *more: *More, device_placement: Placement = ...
-    ) -> tuple[A, B, *More]: ...
-    @overload
-    def prepare(self, *args: Any, device_placement: Placement = ...) -> Any: ...
-    def prepare(  # pyright: ignore[reportInconsistentOverload] - any number of arguments, as `More`
-        self, *args: Any, device_placement: Placement = None
-    ) -> Any:
-        """Prepare objects for this run: move and wrap models, shard what the strategy shards.
+def prepare_single(
+    accelerator: Accelerator, kind: str, argument: Any, placement: bool | None, **options: Any
+) -> Any:
+    """Run all stages on one object of a known kind; `options` are fields of `PrepareRequest`."""
+    if argument in accelerator._parts.prepared:  # pyright: ignore[reportPrivateUsage] - its stages
+        return argument
+    move = accelerator.device_placement if placement is None else placement
+    bundle, placements = sort_argument(kind, argument, move=move)
+    request = PrepareRequest(accelerator=accelerator, placements=placements, **options)
+    return run_stages(bundle, request).in_order()[0]
 
-        Args:
-            *args: Models, optimizers, data loaders and schedulers, in any order and number. Other objects,
-                and objects that this accelerator has already prepared, are returned unchanged.
-            device_placement: For every argument, whether it may be moved to the device. `None`, as a whole or
-                in the list, uses the value of `Accelerator(device_placement=…)`.
 
-        Returns:
-            The prepared objects in the order of the arguments; a single object if there is only one argument.
+def run_stage(accelerator: Accelerator, stage: str, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Run one stage of `prepare` on its arguments."""
+    bundle, placements = _sort(accelerator, args)
+    request = PrepareRequest(accelerator=accelerator, placements=placements)
+    return tuple(STAGES[stage](bundle, request).in_order())
 
-        Raises:
-            ValueError: `device_placement` and the arguments differ in length.
-            UnsupportedError: The strategy cannot train the objects, such as a model that is spread over
-                several devices and processes.
 
-        Example:
-            >>> import torch
-            >>> from accel_train import Accelerator
-            >>> model = torch.nn.Linear(2, 1)
-            >>> model, optimizer = Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters()))
-            >>> type(optimizer).__name__
-            'AcceleratedOptimizer'
-        """
-        warn_of_uncalled(self)
-        replaced = replaced_stages(self)
-        for method in replaced.values():
-            args = tuple(getattr(self, method)(*args))
-        results = self._run_stages(args, device_placement, leave_out=replaced)
-        return results[0] if len(results) == 1 else tuple(results)
-
-    def prepare_model(
-        self,
-        model: M,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
-    ) -> M:
-        """Prepare a model.
-
-        Args:
-            model: The model.
-            device_placement: Whether it may be moved to the device; the accelerator's default if `None`.
-            evaluation_mode: Whether the model is only evaluated: it is moved to the device and converted to
-                its precision, and wrapped only if it cannot run otherwise.
-        """
-        return self._prepare_single("models", model, device_placement, evaluation=evaluation_mode)
-
-    def prepare_optimizer(
-        self,
-        optimizer: Optimizer,
-        device_placement: bool | None = None,
-    ) -> AcceleratedOptimizer:
-        """Prepare an optimizer; `device_placement` sets whether its state follows its parameters."""
-        return self._prepare_single("optimizers", optimizer, device_placement)
-
-    def prepare_data_loader(
-        self,
-        data_loader: DataLoader[X],
-        device_placement: bool | None = None,
-        slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    ) -> PreparedLoader[X]:
-        """Prepare a data loader.
-
-        Args:
-            data_loader: A PyTorch `DataLoader`.
-            device_placement: Whether it moves batches to the device; the accelerator's default if `None`.
-            slice_fn_for_dispatch: Splits the batches of a loader that reads only on the main process.
-        """
-        return self._prepare_single(
-            "dataloaders", data_loader, device_placement, slice_fn=slice_fn_for_dispatch
-        )
-
-    def prepare_scheduler(
-        self, scheduler: LRScheduler, *, step_per: StepPer | None = None
-    ) -> AcceleratedScheduler:
-        """Prepare a learning rate scheduler; it follows the optimizer that it was created with.
-
-        Args:
-            scheduler: The scheduler.
-            step_per: The unit of one step; the value of `Accelerator(step_scheduler_per=…)` if `None`.
-        """
-        return self._prepare_single("schedulers", scheduler, None, step_per=step_per)
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether a device map spreads a model, or a part of it, over several devices.
-
-        One process runs such a model; several cannot train it.
-
-        Args:
-            model: Any model.
-        """
-        return has_device_map(model)
-
-    def unwrap_model(
-        self,
-        model: M,
-        keep_fp32_wrapper: bool = True,
-        keep_torch_compile: bool = True,
-    ) -> M:
-        """Return a model as it was before `prepare`.
-
-        Args:
-            model: A prepared model; any other is returned as it is.
-            keep_fp32_wrapper: Whether its forward keeps computing in mixed precision.
-            keep_torch_compile: Whether it stays compiled if it is.
-        """
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
-
-    def free_memory(self, *objects: Any) -> list[Any]:
-        """Release all prepared objects and their memory.
-
-        Args:
-            *objects: Further objects of the caller to release.
-
-        Returns:
-            One `None` for each object, to assign to the caller's variables.
-
-        Example:
-            >>> from accel_train import Accelerator
-            >>> model, optimizer = "a model", "an optimizer"
-            >>> model, optimizer = Accelerator(cpu=True).free_memory(model, optimizer)
-            >>> model is optimizer is None
-            True
-        """
-        release = self._parts.strategy.release
-        if release is not None:
-            release()
-        self._parts.prepared.clear()
-        self._parts.synchronizer.step = 0
-        self._parts.items.close()
-        return release_memory(*objects)
-
-    def clear(self, *objects: Any) -> list[Any]:
-        """The same as `free_memory`."""
-        return self.free_memory(*objects)
-
-    @property
-    def device_placement(self) -> bool:
-        """Whether `prepare` moves objects to the device by default."""
-        return self._parts.device_placement
-
-    @device_placement.setter
-    def device_placement(self, device_placement: bool) -> None:
-        self._assign(device_placement=device_placement)
-
-    @property
-    def dataloader_config(self) -> DataLoaderConfiguration:
-        """The options of prepared data loaders."""
-        return self._parts.dataloading
-
-    @dataloader_config.setter
-    def dataloader_config(self, config: DataLoaderConfiguration) -> None:
-        self._assign(dataloading=config)
-
-    @property
-    def rng_types(self) -> Sequence[str | RNGType]:
-        """The random generators that loaders synchronise across ranks at the start of an epoch."""
-        return self._parts.rng_types
-
-    @rng_types.setter
-    def rng_types(self, rng_types: Sequence[str | RNGType]) -> None:
-        self._assign(rng_types=rng_types)
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether each batch of a loader is sharded across ranks."""
-        return self._parts.dataloading.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads all batches; `None` means for iterable datasets only."""
-        return self._parts.dataloading.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether every process gets equally many samples; a change applies to loaders prepared later."""
-        return self._parts.dataloading.even_batches
-
-    @even_batches.setter
-    def even_batches(self, even_batches: bool) -> None:
-        self._parts.dataloading.even_batches = even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether shuffling is drawn from a seed and the epoch alone."""
-        return self._parts.dataloading.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device without waiting."""
-        return self._parts.dataloading.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether loaders become torchdata's `StatefulDataLoader`."""
-        return self._parts.dataloading.use_stateful_dataloader
-
-    _models: list[nn.Module] = attribute_of("prepared", "models")
-    _optimizers: list[AcceleratedOptimizer] = attribute_of("prepared", "optimizers")
-    _schedulers: list[AcceleratedScheduler] = attribute_of("prepared", "schedulers")
-    _dataloaders: list[Any] = attribute_of("prepared", "dataloaders")
-
-    def _run_stages(
-        self, args: Sequence[Any], device_placement: Placement = None, *, leave_out: Container[str] = ()
-    ) -> list[Any]:
-        bundle, placements = self._sort(args, device_placement)
-        request = PrepareRequest(accelerator=self, placements=placements, leave_out=leave_out)
-        return run_stages(bundle, request).in_order()
-
-    def _run_single_stage(self, stage: str, args: Sequence[Any]) -> tuple[Any, ...]:
-        bundle, placements = self._sort(args)
-        request = PrepareRequest(accelerator=self, placements=placements)
-        return tuple(STAGES[stage](bundle, request).in_order())
-
-    def _sort(
-        self, args: Sequence[Any], device_placement: Placement = None
-    ) -> tuple[Bundle, dict[str, list[bool]]]:
-        default, prepared = self._parts.device_placement, self._parts.prepared
-        return sort_arguments(args, device_placement=device_placement, default=default, prepared=prepared)
-
-    def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
-        kind = kind_of(obj)
-        if kind == _OTHERS or (kind == "schedulers") == first_pass:
-            return obj
-        return self._prepare_single(kind, obj, device_placement)
-
-    def _prepare_single(self, kind: str, argument: Any, placement: bool | None, **options: Any) -> Any:
-        parts = self._parts
-        if argument in parts.prepared:
-            return argument
-        move = parts.device_placement if placement is None else placement
-        bundle, placements = sort_argument(kind, argument, move=move)
-        request = PrepareRequest(accelerator=self, placements=placements, **options)
-        return run_stages(bundle, request).in_order()[0]
+def _sort(
+    accelerator: Accelerator, args: Sequence[Any], device_placement: Placement = None
+) -> tuple[Bundle, dict[str, list[bool]]]:
+    default, prepared = accelerator.device_placement, accelerator._parts.prepared  # pyright: ignore[reportPrivateUsage] - its stages
+    return sort_arguments(args, device_placement=device_placement, default=default, prepared=prepared)
 
 
 # The first kind whose types match an argument; arguments of no kind are passed through.
-_KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
-    ("models", (nn.Module,)),
-    ("optimizers", (Optimizer, DummyOptim)),
-    ("schedulers", (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler)),
-    ("dataloaders", (DataLoader, DataLoaderAdapter, MegatronLMDummyDataLoader)),
-)
-_OTHERS = "others"
+_KINDS: dict[str, tuple[type, ...]] = {
+    "models": (nn.Module,),
+    "optimizers": (Optimizer,),
+    "schedulers": (LRScheduler, AcceleratedScheduler),
+    "dataloaders": (DataLoader, DataLoaderAdapter),
+}
+OTHERS = "others"
 
 
 def sort_arguments(
@@ -427,12 +124,12 @@ def sort_arguments(
             f"{len(arguments)} arguments of prepare(). Pass one for each, or None for the default."
         )
     _warn_unprepared(arguments)
-    by_kind: dict[str, list[Any]] = {kind: [] for kind in (*(kind for kind, _ in _KINDS), _OTHERS)}
+    by_kind: dict[str, list[Any]] = {kind: [] for kind in (*_KINDS, OTHERS)}
     placements: dict[str, list[bool]] = {kind: [] for kind in by_kind}
     order: list[tuple[str, int]] = []
     for argument, placement in zip(arguments, device_placement, strict=True):
         is_prepared = argument in prepared
-        kind = _OTHERS if is_prepared else kind_of(argument)
+        kind = OTHERS if is_prepared else kind_of(argument)
         order.append((kind, len(by_kind[kind])))
         # A wrapper of another Accelerator would step through the strategy of that Accelerator.
         by_kind[kind].append(argument if is_prepared else without_wrapper(argument))
@@ -443,12 +140,11 @@ def sort_arguments(
 
 def sort_argument(kind: str, argument: Any, *, move: bool) -> tuple[Bundle, dict[str, list[bool]]]:
     """Sort a single argument whose kind is known."""
-    types = dict(_KINDS)[kind]
-    if kind != "schedulers" and not isinstance(argument, types):
-        names = " or ".join(f"{expected.__module__}.{expected.__qualname__}" for expected in types)
+    if kind != "schedulers" and kind_of(argument) != kind:
+        names = " or ".join(f"{expected.__module__}.{expected.__qualname__}" for expected in _KINDS[kind])
         raise TypeError(f"{argument!r} cannot be prepared as one of the {kind}: it is not a {names}.")
     fields: dict[str, Any] = {kind: (without_wrapper(argument),), "order": ((kind, 0),)}
-    placements = {known: [move] if known == kind else [] for known, _ in _KINDS}
+    placements = {known: [move] if known == kind else [] for known in _KINDS}
     return Bundle(**fields, placements=placements["models"]), placements
 
 
@@ -459,14 +155,16 @@ def kind_of(argument: object) -> str:
         >>> kind_of(nn.Linear(1, 1)), kind_of("neither")
         ('models', 'others')
     """
-    return next((kind for kind, types in _KINDS if isinstance(argument, types)), _OTHERS)
+    if isinstance(argument, FromConfiguration):
+        return argument.kind
+    return next((kind for kind, types in _KINDS.items() if isinstance(argument, types)), OTHERS)
 
 
 def _warn_unprepared(arguments: Sequence[Any]) -> None:
     """Warn about arguments that look like models or optimizers but are passed through."""
     for argument in arguments:
         items: Any = argument if isinstance(argument, list | tuple) else ()
-        first = next((item for item in items if kind_of(item) != _OTHERS), None)
+        first = next((item for item in items if kind_of(item) != OTHERS), None)
         if first is not None:
             logger.warning(
                 "prepare() got a %s that contains a %s, and returns it unchanged. Pass each object "
@@ -474,12 +172,12 @@ def _warn_unprepared(arguments: Sequence[Any]) -> None:
                 type(argument).__name__,
                 type(first).__qualname__,
             )
-        elif isinstance(argument, type) and issubclass(argument, tuple(t for _, ts in _KINDS for t in ts)):
+        elif isinstance(argument, type) and issubclass(argument, tuple(itertools.chain(*_KINDS.values()))):
             logger.warning(
                 "prepare() got the class %s, and returns it unchanged. Pass an instance.",
                 argument.__qualname__,
             )
-        elif kind_of(argument) == _OTHERS and (role := _role_of(argument)):
+        elif kind_of(argument) == OTHERS and (role := _role_of(argument)):
             logger.warning(
                 "prepare() got a %s, which looks like %s but is none of torch's, and returns it unchanged: "
                 "%s. Prepare the object inside, and wrap the result.",
@@ -504,7 +202,7 @@ def _role_of(argument: Any) -> tuple[str, str] | None:
 class PrepareRequest:
     """The arguments of the stages in one `prepare` call, besides the bundle; `leave_out` are skipped."""
 
-    accelerator: PrepareFacet
+    accelerator: Accelerator
     placements: Mapping[str, Sequence[bool]]
     leave_out: Container[str] = ()
     evaluation: bool = False
@@ -534,8 +232,8 @@ def run_stages(bundle: Bundle, request: PrepareRequest) -> Bundle:
 
 def _check(bundle: Bundle, request: PrepareRequest) -> Bundle:
     for model in bundle.models if not request.evaluation else ():
-        _check_quantised(model, request.parts.process.device)
-    if request.parts.process.use_distributed and not request.evaluation:
+        _check_quantised(model, request.accelerator.device)
+    if request.accelerator.use_distributed and not request.evaluation:
         adopt_sharded(bundle.models, request.accelerator)
         for model in bundle.models:
             if has_device_map(model) or has_offloaded_parameters(model):
@@ -544,12 +242,9 @@ def _check(bundle: Bundle, request: PrepareRequest) -> Bundle:
                     "cannot be trained by several processes. Load it without device_map, or start one "
                     "process."
                 )
-    for argument in (*bundle.optimizers, *bundle.schedulers):
-        if isinstance(argument, (DummyOptim, DummyScheduler, MegatronLMDummyScheduler)):
-            request.parts.strategy.require(Feature.OPTIMIZER_FROM_CONFIGURATION, type(argument).__name__)
-    for loader in bundle.dataloaders:
-        if isinstance(loader, MegatronLMDummyDataLoader):
-            request.parts.strategy.require(Feature.LOADERS_FROM_CONFIGURATION, type(loader).__name__)
+    for argument in (*bundle.optimizers, *bundle.schedulers, *bundle.dataloaders):
+        if isinstance(argument, FromConfiguration):
+            request.parts.strategy.require(argument.feature, type(argument).__name__)
     request.parts.strategy.wrapper.check(bundle)
     return bundle
 
@@ -633,9 +328,11 @@ def _sequences(bundle: Bundle, request: PrepareRequest) -> Bundle:
 
 
 def _wrap(bundle: Bundle, request: PrepareRequest) -> Bundle:
-    strategy, engine = request.parts.strategy, request.parts.engine
-    replaced = accel_train.fsdp.replacements(request.accelerator) if strategy.fsdp_version == 2 else {}
-    unwrapped = request.evaluation or says_another_type(request.accelerator)
+    accelerator, strategy, engine = request.accelerator, request.parts.strategy, request.parts.engine
+    replaced = accel_train.fsdp.replacements(accelerator) if strategy.fsdp_version == 2 else {}
+    # Accelerate chooses the wrapper by this property; unsloth overrides it to keep models unwrapped.
+    is_overridden = accelerator.distributed_type != accelerator.state.distributed_type
+    unwrapped = request.evaluation or is_overridden
     bundle = strategy.wrapper.wrap(bundle, evaluation=unwrapped, **replaced)
     if engine is not None and not request.evaluation:
         for model in bundle.models:
@@ -673,9 +370,9 @@ def _optimizers(bundle: Bundle, request: PrepareRequest) -> Bundle:
     parts.gradient_state.activate(parts.synchronizer.accumulation)  # which optimizers follow
     if wrap is not None:
 
-        def engine(optimizer: Any, *, step: Callable[..., Any], discard: Any) -> DeepSpeedOptimizerWrapper:
+        def engine(optimizer: Any, *, step: Callable[..., Any], discard: Any) -> AcceleratedOptimizer:
             step = bind_step(step, parts.after_step)
-            return DeepSpeedOptimizerWrapper(optimizer, step=step, discard=discard)
+            return deepspeed.engine.DeepSpeedOptimizerWrapper(optimizer, step=step, discard=discard)
 
         return replace(bundle, optimizers=tuple(wrap(optimizer, engine) for optimizer in bundle.optimizers))
     wrapped = tuple(
@@ -688,12 +385,13 @@ def _optimizers(bundle: Bundle, request: PrepareRequest) -> Bundle:
         )
         for optimizer, move in zip(bundle.optimizers, request.placements["optimizers"], strict=True)
     )
+    request.accelerator.has_lomo_optimizer |= any(map(is_lomo, bundle.optimizers))
     return replace(bundle, optimizers=wrapped)
 
 
 def _dataloaders(bundle: Bundle, request: PrepareRequest) -> Bundle:
     parts = request.parts
-    config, sharding = parts.dataloading, parts.strategy.sharding
+    config, sharding = request.accelerator.dataloader_config, parts.strategy.sharding
     # Arguments outside Accelerate's signature are passed only if needed: the function may be replaced.
     own: dict[str, Any] = {"micro_batches": sharding.micro_batches} if sharding.micro_batches > 1 else {}
     if config.already_sharded:
@@ -703,12 +401,12 @@ def _dataloaders(bundle: Bundle, request: PrepareRequest) -> Bundle:
     loaders = tuple(
         prepare_data_loader(
             loader,
-            parts.process.device,
+            request.accelerator.device,
             num_processes=sharding.num_shards,
             process_index=sharding.shard_index,
             split_batches=config.split_batches,
             put_on_device=move and sharding.put_on_device,
-            rng_types=[*parts.rng_types],
+            rng_types=[*request.accelerator.rng_types],
             dispatch_batches=config.dispatch_batches,
             even_batches=config.even_batches,
             slice_fn_for_dispatch=request.slice_fn,
@@ -735,15 +433,15 @@ def _dataloaders(bundle: Bundle, request: PrepareRequest) -> Bundle:
 def _schedulers(bundle: Bundle, request: PrepareRequest) -> Bundle:
     parts = request.parts
     known = [*parts.prepared.optimizers, *bundle.optimizers]
-    wrap = parts.strategy.wrap_scheduler
+    accelerator, wrap = request.accelerator, parts.strategy.wrap_scheduler
     wrapped = tuple(
-        (wrap and wrap(scheduler, known, DeepSpeedSchedulerWrapper))
+        (wrap and wrap(scheduler, known, deepspeed.engine.DeepSpeedSchedulerWrapper))
         or AcceleratedScheduler(
             scheduler,
             _optimizers_of(scheduler, known),
-            step_with_optimizer=parts.step_scheduler_with_optimizer,
-            split_batches=parts.dataloading.split_batches,
-            step_per=request.step_per or parts.step_scheduler_per,
+            step_with_optimizer=accelerator.step_scheduler_with_optimizer,
+            split_batches=accelerator.split_batches,
+            step_per=request.step_per or accelerator.step_scheduler_per,
             num_shards=parts.strategy.sharding.num_shards,
         )
         for scheduler in bundle.schedulers
@@ -775,4 +473,19 @@ A recipe converts models before their parameters are sharded. Tiles are inside o
 Precision comes before the strategy wraps, so that the strategy's own communication stays outside autocast;
 compiling comes after, so that the compiler sees the all-reduce of gradients; optimizers, loaders and
 schedulers come last, in the order in which they depend on each other.
+"""
+
+SEAMS: Mapping[str, tuple[str, Callable[[Parts], bool]]] = {
+    "_prepare_ao": ("recipe", lambda parts: parts.fp8_backend == "AO"),
+    "_prepare_te": ("recipe", lambda parts: parts.fp8_backend == "TE"),
+    "_prepare_cp": ("sequences", lambda parts: parts.strategy.split_sequences is not None),
+    "_prepare_fsdp2": ("wrap", lambda parts: parts.strategy.fsdp_version == 2),
+    "_prepare_deepspeed": ("wrap", lambda parts: parts.strategy.name == "deepspeed"),
+    "_prepare_megatron_lm": ("wrap", lambda parts: parts.strategy.name == "megatron"),
+}
+"""Private methods of Accelerate's `Accelerator` that programs replace, in the order of their calls.
+
+Each takes the arguments of `prepare` and returns them partly prepared. With each are the stage that is left
+out if a program has replaced it, so that the other stages get what the replacement returns, and whether
+Accelerate would call it in a run.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -13,14 +12,15 @@ from accel_plugins import fsdp
 from accel_plugins.kwargs import AutocastKwargs, GradScalerKwargs
 from accel_plugins.precision import build_precision
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_train.accelerator.run import Facet
 from accel_train.step import bind_backward, bind_step
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from accel_train.accelerator import Accelerator
 
-def adopt_sharded(models: Sequence[nn.Module], accelerator: Facet) -> None:
+
+def adopt_sharded(models: Sequence[nn.Module], accelerator: Accelerator) -> None:
     """Switch to the strategy that trains already sharded models as they are, if there are any."""
     parts = accelerator._parts  # pyright: ignore[reportPrivateUsage] - a stage of prepare
     sharded = [model for model in models if _is_sharded(model, parts.strategy.mesh)]
@@ -41,7 +41,7 @@ def adopt_sharded(models: Sequence[nn.Module], accelerator: Facet) -> None:
         )
     if parts.converter is not None:
         raise UnsupportedError(
-            f"{name} is already sharded, but mixed_precision={parts.state.mixed_precision!r} replaces "
+            f"{name} is already sharded, but mixed_precision={accelerator.state.mixed_precision!r} replaces "
             "layers, which must come first. Use 'bf16'."
         )
     if parts.prepared.optimizers or parts.prepared.dataloaders or parts.prepared.models:
@@ -49,27 +49,22 @@ def adopt_sharded(models: Sequence[nn.Module], accelerator: Facet) -> None:
             f"{name} is already sharded and determines which ranks read different batches. Prepare it before "
             "anything else, or together with its optimizer and loaders."
         )
-    runtime, handlers = parts.process.runtime, parts.handlers
+    runtime, handlers = parts.runtime, parts.handlers
     precision = build_precision(
-        parts.state.mixed_precision,
+        accelerator.state.mixed_precision,
         runtime.device,
         handlers.get(AutocastKwargs),  # pyright: ignore[reportArgumentType] - by its own type
         handlers.get(GradScalerKwargs),  # pyright: ignore[reportArgumentType] - by its own type
         shared=True,
     )
     strategy = fsdp.presharded.build(sharded[0], runtime, precision, handlers)
-    parts.state.device_mesh = strategy.mesh
+    accelerator.state.device_mesh = strategy.mesh
     parts.synchronizer.no_sync = strategy.stepper.no_sync
-    after_step = (parts.preemption and parts.preemption.count_optimizer_step,)
-    accelerator._parts = replace(  # pyright: ignore[reportPrivateUsage] - a stage of prepare
-        parts,
-        strategy=strategy,
-        precision=precision,
-        backward=bind_backward(strategy, None, None),
-        step=bind_step(strategy.stepper.step, after_step),
-        after_step=after_step,
-        checkpoints=replace(parts.checkpoints, strategy=strategy, precision=precision),
-    )
+    parts.strategy, parts.precision = strategy, precision
+    parts.backward = bind_backward(strategy, None, None)
+    parts.after_step = (parts.preemption and parts.preemption.count_optimizer_step,)
+    parts.step = bind_step(strategy.stepper.step, parts.after_step)
+    parts.checkpoints.strategy, parts.checkpoints.precision = strategy, precision
 
 
 def _is_sharded(model: nn.Module, mesh: DeviceMesh | None) -> bool:

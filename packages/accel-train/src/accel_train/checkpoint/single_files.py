@@ -367,7 +367,7 @@ class _Access:
             logger.warning_once("use_dcp=False has no effect: shards go to a folder that any run can read.")
         self.run: CheckpointContext = parts.checkpoints
         self.persister: Persister = parts.strategy.persister
-        self.topology: Topology = parts.process.runtime.topology
+        self.topology: Topology = parts.runtime.topology
         if parts.strategy.shards is None:
             raise SettingsError(
                 f"The strategy {parts.strategy.name!r} does not shard anything. Use save_state() and "

@@ -100,11 +100,9 @@ def _record_prepare(recorder: TrainingRecorder) -> None:
     replace_names("accel_train.accelerator.prepare", run_stages=run_recorded)
     if recorder.task.run in {ONE, PLAIN, RESCALED}:
         replace_names(
-            "accel_train.accelerator.build",
-            choose=lambda *_: "single",
-            find_plugins=lambda *_: {},
-            select_strategy=lambda *_: None,
+            "accel_train.accelerator.build", choose=lambda *_: "single", select_strategy=lambda *_: None
         )
+        replace_names("accel_train.accelerator", find_plugins=lambda *_: {})
 
 
 def _cut(bundle: Bundle, blocks: int) -> None:

@@ -151,12 +151,12 @@ class TrainingRecorder:
         self.accelerator = accelerator
         parts = accelerator._parts
         self.record.precision = accelerator.mixed_precision
-        self.record.clock = parts.step_scheduler_per
+        self.record.clock = accelerator.step_scheduler_per
         handler = parts.handlers.get(DistributedDataParallelKwargs)
         if handler is not None and handler.comm_hook.value != "no":
             self.record.differs_by = f"the communication hook {handler.comm_hook.value!r} rounds gradients"
         for loader in self._prepared.dataloaders:
-            if isinstance(loader, DataLoaderDispatcher) and not parts.dataloading.split_batches:
+            if isinstance(loader, DataLoaderDispatcher) and not accelerator.split_batches:
                 self._per_round[id(_shard_of(loader))] = self.record.shards
         for model in models:
             for name, module in extract_model_from_parallel(model).named_modules():

@@ -1,0 +1,1 @@
+from accel_plugins.fp8 import build as build
