@@ -90,7 +90,11 @@ class ParamRemap:
     def add(self, model: nn.Module, number: int, now: Mapping[str, Tensor | None]) -> None:
         """Add a sharded model: what its parameters became, by their first names when they were marked."""
         known = self._models.setdefault(model, {})
+        # A sharding function of the caller may have called ours, which marked the originals once more.
+        added = {id(parameter) for (other, _), parameter in known.items() if other != number}
         for name, parameter in now.items():
+            if id(parameter) in added:
+                continue
             if parameter is None or vars(parameter).get(_ORIGIN) != (number, name):
                 known[number, name] = parameter
 
