@@ -378,12 +378,10 @@ class PipelineWrapper:
         for model in fresh if cut else ():
             self.names[model] = ModelNames.of(model, lay_out(model, self.options, self.group.size()))
         for optimizer in bundle.optimizers:
-            for names in self.names.values():
+            for model, names in self.names.items():
+                names.add_parameters(model)  # cutting, moving or casting a model replaces its parameters
                 names.add_optimizer(optimizer, self.group)
-        wrapped = self.sharded.wrap(bundle, evaluation=evaluation)
-        for model in fresh if cut else ():
-            self.names[model].add_parameters(model)
-        return wrapped
+        return self.sharded.wrap(bundle, evaluation=evaluation)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return self.sharded.unwrap(model)
