@@ -47,7 +47,7 @@ LIMIT_MIB = 64
 WHEELS = {  # those of uv.lock
     "wheels": (
         *("annotated-types", "einops", "hjson", "megatron-core", "msgpack", "ninja", "prompt-toolkit"),
-        *("py-cpuinfo", "pydantic", "pydantic-core", "questionary", "torchao", "typing-inspection"),
+        *("py-cpuinfo", "pydantic", "pydantic-core", "questionary", "shtab", "torchao", "typing-inspection"),
         *("wcwidth", "xxhash"),
     ),
     "bitsandbytes": ("bitsandbytes",),

@@ -34,8 +34,8 @@ def train(slow: int | None) -> tuple[list[float], list[str], dict[str, Any]]:
         torch.manual_seed(accelerator.process_index)
         model = torch.nn.Linear(4, 1)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-        losses: list[float] = []
-        for _ in range(STEPS):
+
+        def step() -> float:
             time.sleep(PAUSE)
             if accelerator.process_index == slow:
                 time.sleep(PAUSE)  # decodes an image
@@ -43,8 +43,12 @@ def train(slow: int | None) -> tuple[list[float], list[str], dict[str, Any]]:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
+            return loss.item()
+
+        losses = [step() for _ in range(STEPS)]
         assert monitor.sampler is not None
+        while not accelerator.reduce(torch.tensor(len(monitor.sampler.report))):
+            step()  # on a machine with other work there are fewer samples
         return losses, lines, dict(monitor.sampler.report)
     finally:
         hang_monitor.SAMPLE_S, hang_monitor.INTERVAL_S, stragglers.SECONDS, stragglers.SHARE = usual

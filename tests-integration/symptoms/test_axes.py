@@ -231,9 +231,6 @@ def test_row_2_ulysses_refuses_what_is_not_attention_by_its_layer():
         model = make_llama()
         model.config.layer_types = ["full_attention", "linear_attention"]
         refused(model, r"'model\.layers\.1\.self_attn' is 'linear_attention'")
-        model.config.layer_types = ["full_attention", "chunked_attention"]
-        model.config.attention_chunk_size = 4
-        refused(model, r"'model\.layers\.1\.self_attn' is 'chunked_attention' of 4")
         model.config.layer_types = ["full_attention", "conv"]
         refused(model, r"is 'conv'")
 

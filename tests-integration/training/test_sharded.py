@@ -26,7 +26,6 @@ from accel_plugins.parallelism.config import (
     TorchContextParallelConfig,
     TorchTensorParallelPlugin,
 )
-from accel_state import hang_monitor
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError
 from accel_train import Accelerator
@@ -247,23 +246,6 @@ def test_tied_embeddings_are_in_one_group_although_each_layer_is_to_have_its_own
     assert model.head.weight is model.embed.weight
 
 
-@distributed(world_size=2)
-def test_a_gather_of_parameters_is_a_collective_to_the_hang_monitor_wherever_its_buffers_are():
-    seen = []
-    accelerator, model = make_accelerator("shards"), make_model()
-    monitor = hang_monitor.active()
-    model.blocks[0].register_forward_pre_hook(lambda *_: seen.append(monitor.slot))  # with the gather's hooks
-    model = accelerator.prepare(model)
-    batch = make_data().tensors[0][:4]
-    expected = loss_of(model, batch)
-    for block in model.blocks:
-        block.set_allocate_memory_from_process_group_for_comm(True)
-    torch.testing.assert_close(loss_of(model, batch), expected)
-    assert [slot[1] for slot in seen] == ["all_gather of parameters"] * 2
-    assert monitor.slot is None
-
-
-@pytest.mark.parametrize("norm_type", [2, float("inf")])
 @distributed(world_size=2)
 def test_gradients_of_shards_and_of_plain_parameters_are_clipped_by_one_norm(norm_type):
     accelerator = make_accelerator("shards", fsdp_plugin=plugin(ignored_modules="place"))

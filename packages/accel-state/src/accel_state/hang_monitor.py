@@ -196,6 +196,7 @@ class HangMonitor:
             # Every live rank posts where it is now; the heartbeat of one that does not stops.
             before = self.statuses(ranks)
             time.sleep(2.5 * INTERVAL_S)
+            self._post()  # on a busy machine the thread may not have come to it
             now = self.statuses(ranks)
             silent = {rank for rank in ranks if now[rank] is not None and now[rank] == before[rank]}
             diagnosis = f"`{operation}` did not complete: {format_statuses(now, silent=silent)}."
@@ -224,7 +225,7 @@ class HangMonitor:
             self._store.add("started", 1)
             while not self._wait():
                 closing = self._store.check(["closing"])
-                self._read_diagnosis()  # reads rank 0's last message, too
+                self.read_diagnosis()  # reads rank 0's last message, too
                 if closing:
                     break
                 self._post()
@@ -263,11 +264,12 @@ class HangMonitor:
         )
         self._store.set(f"{self._rank}", status.to_text())
 
-    def _read_diagnosis(self) -> None:
+    def read_diagnosis(self) -> None:
+        """Read and log the diagnosis of another rank, if there is one; then collectives raise it."""
         if self.diagnosis is None and self._store.check(["diagnosis"]):
             diagnosis = self._store.get("diagnosis").decode()
             logger.error("Another rank gave up waiting: %s", diagnosis)
-            self.diagnosis = diagnosis  # from now on collectives raise, with the reason in the log
+            self.diagnosis = diagnosis
 
     def _compare_ranks(self) -> None:
         """Log, on rank 0, where all ranks are if some wait for long, and which ranks are slow."""

@@ -72,15 +72,16 @@ class RankSampler:
         known = {rank: status for rank, status in statuses.items() if status is not None}
         if len(known) < len(statuses):
             return None
+        counts = {
+            rank: (status.samples - self._before[rank].samples, status.waits - self._before[rank].waits)
+            for rank, status in known.items()
+            if self._before
+        }
+        if counts and min(samples for samples, _ in counts.values()) < LEAST:
+            return None  # until there are more
         before, self._before = self._before, known
         seconds, self._since = now - self._since, now
-        self.report = {}
-        counts = {
-            rank: (status.samples - before[rank].samples, status.waits - before[rank].waits)
-            for rank, status in known.items()
-            if before
-        }
-        if min((samples for samples, _ in counts.values()), default=0) < LEAST:
+        if not counts:
             return None
         slow = find_slow({rank: waits / samples for rank, (samples, waits) in counts.items()})
         slowest = sorted(slow, key=lambda rank: -slow[rank])

@@ -11,6 +11,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from accel_ops.modules import compiled_in_place, extract_model_from_parallel, unwrap_once, without_compiler
@@ -322,22 +323,33 @@ def _refuse_join(*_: Any) -> NoReturn:
 def _clip_norm(
     roots: FsdpRoots, parameters: Tensor | list[Tensor], max_norm: float, norm_type: float
 ) -> Tensor:
-    """Clip the gradients of one model by their norm over all of its parameters."""
+    """Clip gradients by their norm over all parameters of all models."""
     clipped = parameters if isinstance(parameters, list) else [parameters]
     ids = {id(parameter) for parameter in clipped}
     models = [root for root in roots if any(id(parameter) in ids for parameter in root.parameters())]
-    if not models:
-        return clip_grad_norm_(clipped, max_norm, norm_type)
-    trained = {id(p) for root in models for p in root.parameters() if p.requires_grad}
-    inside = {id(p) for root in models for p in root.parameters()}
-    if len(models) > 1 or not trained <= ids <= inside:
+    inside = {id(parameter) for root in models for parameter in root.parameters()}
+    absent = {
+        id(parameter) for root in models for parameter in root.parameters() if parameter.requires_grad
+    } - ids
+    if absent:
         raise SettingsError(
-            f"clip_grad_norm_() was given {len(clipped)} parameters, {len(ids & inside)} of which are of "
-            f"{len(models)} prepared model(s) with {len(trained)} in all. FSDP1 clips by the norm of one "
-            "model: pass model.parameters() of one model at a time."
+            f"clip_grad_norm_() was given {len(clipped)} parameters, but {len(absent)} more of the same "
+            "model are missing. FSDP1 computes the norm over all of them: pass model.parameters() of the "
+            "prepared model."
         )
+    outside = [parameter for parameter in clipped if id(parameter) not in inside]
+    if not models:
+        return clip_grad_norm_(outside, max_norm, norm_type)
     with hang_monitor.collective_scope("clip_grad_norm_"):
-        return models[0].clip_grad_norm_(max_norm, norm_type)
+        if len(models) == 1 and not outside:
+            return models[0].clip_grad_norm_(max_norm, norm_type)
+        largest = torch.finfo(torch.float32).max  # so that computing the norm changes no gradient
+        norms = [root.clip_grad_norm_(largest, norm_type) for root in models]
+    if outside:
+        norms.append(clip_grad_norm_(outside, largest, norm_type))
+    norm = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), norm_type)
+    clip_grads_with_norm_(clipped, max_norm, norm)
+    return norm
 
 
 @frozen

@@ -42,6 +42,7 @@ from accel_state.frozen import frozen
 from accel_state.libraries import is_torch_version
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
+from accel_state.torch_private import DefaultAllGather
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -193,7 +194,9 @@ class FullSharding:
         root_reshard = {} if inner and reshard is True else {"reshard_after_forward": reshard}
         fully_shard(model, **root_reshard, **options | _precision(model, options))
         # 3. Monitor collectives, refuse copies, and prefetch.
-        monitor_all_gathers(model)
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_custom_all_gather(MonitoredAllGather())
         for unit in units:
             cast("Any", type(unit)).__deepcopy__ = _refuse_copy
         if plugin.forward_prefetch:
@@ -269,26 +272,12 @@ def _precision(unit: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     return {"mp_policy": replace(policy, param_dtype=None)} if _has_statistics(unit) else {}
 
 
-def monitor_all_gathers(model: nn.Module) -> None:
-    """Record what FSDP2 does before the forward of its modules, an all-gather, as a collective."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            scopes: list[hang_monitor.collective_scope] = []
-            module.register_forward_pre_hook(partial(_enter, scopes), prepend=True)
-            module.register_forward_pre_hook(partial(_leave, scopes))
+class MonitoredAllGather(DefaultAllGather):
+    """FSDP2's all-gather of parameters, monitored as a collective, including in the forward pass."""
 
-
-def _enter(scopes: list[hang_monitor.collective_scope], module: nn.Module, args: Any) -> None:
-    del module, args
-    if not torch.compiler.is_compiling():
-        _leave(scopes)  # that of an all-gather that failed
-        scopes.append(hang_monitor.collective_scope("all_gather of parameters"))
-        scopes[-1].__enter__()
-
-
-def _leave(scopes: list[hang_monitor.collective_scope], *_: Any) -> None:
-    while scopes and not torch.compiler.is_compiling():
-        scopes.pop().__exit__(None, None, None)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with hang_monitor.collective_scope("all_gather of parameters"):
+            return super().__call__(*args, **kwargs)
 
 
 def _refuse_copy(model: nn.Module, _: Any) -> NoReturn:

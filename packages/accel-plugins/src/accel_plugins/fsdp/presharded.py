@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel_ops.modules import size_at_load, without_compiler
-from accel_plugins.fsdp.fsdp2 import monitor_all_gathers
+from accel_plugins.fsdp.fsdp2 import MonitoredAllGather
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig, TorchTensorParallelPlugin, mesh_of
 from accel_plugins.sharding.shards import ShardsPersister
@@ -186,7 +186,9 @@ class PreshardedWrapper:
         if mesh is None:
             return bundle
         for model in map(without_compiler, bundle.models):
-            monitor_all_gathers(model)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_all_gather(MonitoredAllGather())
             for parameter in model.parameters():
                 if parameter.requires_grad and not isinstance(parameter, DTensor):
                     _average_over(parameter, mesh)

@@ -297,12 +297,14 @@ class StragglerMonitor:
         if self._monitor is None:
             return
         now = self._polled = time.monotonic()
-        if self._in_main_thread and self._monitor.diagnosis is not None:
-            raise StalledCollectiveError(f"{self._operation}: {self._monitor.diagnosis}")
         reasons = {
             rank: None if status is None else self._judge(status, self._monitor, now)
             for rank, status in self._monitor.statuses(missing).items()
         }
+        if _ENDED in reasons.values():
+            self._monitor.read_diagnosis()  # a rank that ends because a collective has failed says so before
+        if self._in_main_thread and self._monitor.diagnosis is not None:
+            raise StalledCollectiveError(f"{self._operation}: {self._monitor.diagnosis}")
         may_be_alone = self._may_be_alone and len(missing) == len(self._shown) - 1
         is_alone = may_be_alone and None not in reasons.values() and _DEAD not in reasons.values()
         for rank, reason in reasons.items():
