@@ -1902,7 +1902,7 @@ class Accelerator(RankMethods):
         return {
             stage: method
             for method, (stage, applies) in SEAMS.items()
-            if (method in own or getattr(kind, method) is not _ORIGINALS[method]) and applies(self._parts)
+            if (method in own or getattr(kind, method) is not _ORIGINALS[method]) and applies(self)
         }
 
 

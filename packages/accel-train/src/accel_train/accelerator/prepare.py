@@ -475,13 +475,13 @@ compiling comes after, so that the compiler sees the all-reduce of gradients; op
 schedulers come last, in the order in which they depend on each other.
 """
 
-SEAMS: Mapping[str, tuple[str, Callable[[Parts], bool]]] = {
-    "_prepare_ao": ("recipe", lambda parts: parts.fp8_backend == "AO"),
-    "_prepare_te": ("recipe", lambda parts: parts.fp8_backend == "TE"),
-    "_prepare_cp": ("sequences", lambda parts: parts.strategy.split_sequences is not None),
-    "_prepare_fsdp2": ("wrap", lambda parts: parts.strategy.fsdp_version == 2),
-    "_prepare_deepspeed": ("wrap", lambda parts: parts.strategy.name == "deepspeed"),
-    "_prepare_megatron_lm": ("wrap", lambda parts: parts.strategy.name == "megatron"),
+SEAMS: Mapping[str, tuple[str, Callable[[Accelerator], bool]]] = {
+    "_prepare_ao": ("recipe", lambda accelerator: accelerator._parts.fp8_backend == "AO"),
+    "_prepare_te": ("recipe", lambda accelerator: accelerator._parts.fp8_backend == "TE"),
+    "_prepare_cp": ("sequences", lambda accelerator: accelerator._parts.strategy.split_sequences is not None),
+    "_prepare_fsdp2": ("wrap", lambda accelerator: accelerator.state.is_fsdp2),
+    "_prepare_deepspeed": ("wrap", lambda accelerator: accelerator._parts.strategy.name == "deepspeed"),
+    "_prepare_megatron_lm": ("wrap", lambda accelerator: accelerator._parts.strategy.name == "megatron"),
 }
 """Private methods of Accelerate's `Accelerator` that programs replace, in the order of their calls.
 
