@@ -246,6 +246,7 @@ def test_tied_embeddings_are_in_one_group_although_each_layer_is_to_have_its_own
     assert model.head.weight is model.embed.weight
 
 
+@pytest.mark.parametrize("norm_type", [2, float("inf")])
 @distributed(world_size=2)
 def test_gradients_of_shards_and_of_plain_parameters_are_clipped_by_one_norm(norm_type):
     accelerator = make_accelerator("shards", fsdp_plugin=plugin(ignored_modules="place"))
