@@ -24,8 +24,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import (
-    PrefixStore,  # pyright: ignore[reportPrivateImportUsage] - documented
-    Store,  # pyright: ignore[reportPrivateImportUsage] - documented
+    PrefixStore,
+    Store,
 )
 
 from accel_state.errors import StalledCollectiveError, first_line
@@ -75,7 +75,7 @@ class collective_scope:  # noqa: N801 - used like a function, in `with`
             raise StalledCollectiveError(monitor.diagnosis)
         self._monitor = monitor
         monitor.count = number = monitor.count + 1
-        monitor.slot = (number, self._operation, call_site(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage] - public in all but name
+        monitor.slot = (number, self._operation, call_site(sys._getframe(1)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -297,12 +297,14 @@ class HangMonitor:
         for the device there: if another rank has begun fewer collectives or has ended, or near the limit.
         """
         longest = 0.0
+        some_ended = any(status.exited for status in statuses.values())
+        fewest = min((status.collective for status in statuses.values()), default=0)
         for rank, status in statuses.items():
             where = (status.collective, status.inside, status.location)
             if self._unchanged.get(rank, (None, now))[0] != where:
                 self._unchanged[rank] = where, now
             waited = now - self._unchanged[rank][1]
-            is_ahead = any(s.exited or s.collective < status.collective for s in statuses.values())
+            is_ahead = some_ended or fewest < status.collective
             is_device = self.asynchronous and (is_ahead or waited >= NEAR_LIMIT * self._limit)
             if not status.exited and (status.inside or is_device):
                 longest = max(longest, waited)
