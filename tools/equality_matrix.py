@@ -201,8 +201,8 @@ def work(task: Path) -> int:
 
 def _run(cell: Cell, steps: int, known: dict[Any, Any]) -> float | None:
     """Train as a cell says; on the main process, the distance to what one process finds."""
-    AcceleratorState._reset_state()  # pyright: ignore[reportPrivateUsage] - documented for tests
-    GradientState._reset_state()  # pyright: ignore[reportPrivateUsage] - documented for tests
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
     row = TABLE[cell.strategy]
     options: dict[str, Any] = {"mixed_precision": cell.precision, **row.arguments(cell)}
     rows = batches_of(steps * cell.accumulation)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage] - no public list
+from torch.utils._device import _device_constructors
 
 from accel_plugins.megatron.library import core
 

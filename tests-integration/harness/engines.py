@@ -46,4 +46,4 @@ def deepspeed_process() -> Generator[None]:
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    return [*dist.distributed_c10d._world.pg_map]  # pyright: ignore[reportPrivateUsage] - no public list
+    return [*dist.distributed_c10d._world.pg_map]

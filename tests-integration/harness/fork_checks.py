@@ -41,7 +41,7 @@ def conduct_forked(
 
 def main(jobs: dict[str, dict[str, Any]]) -> None:
     """Run all checks, one after the other."""
-    record._run = conduct_forked  # pyright: ignore[reportPrivateUsage] - in place of a process that imports torch
+    record._run = conduct_forked
     for job in jobs.values():
         pid = os.fork()
         if pid == 0:

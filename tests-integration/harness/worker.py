@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch._dynamo  # pyright: ignore[reportUnusedImport] - for the first DDP model: once here, not per rank
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
+from torch.distributed import TCPStore
 
 import accel_train.accelerator  # noqa: F401  # pyright: ignore[reportUnusedImport] - as above
 from accel_plugins.registry import STRATEGIES
@@ -213,7 +213,7 @@ def _check_left_behind(before: dict[str, str], groups: int) -> None:
 
 def _groups() -> int:
     """How many groups there are, but for those of device meshes, which are made once and stay."""
-    groups = dist.distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage] - no public list
+    groups = dist.distributed_c10d._world.pg_map
     return sum(not group.group_desc.startswith("mesh_") for group in groups)
 
 

@@ -96,14 +96,14 @@ def _meet(world: int, rank: int, port: int) -> Any:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1",
     )  # fmt: skip
-    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=STORE_TIMEOUT)  # pyright: ignore[reportPrivateImportUsage]
-    group_store = dist.PrefixStore("group", store)  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=STORE_TIMEOUT)
+    group_store = dist.PrefixStore("group", store)
     dist.init_process_group(
         "gloo", store=group_store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT
     )
 
     # A connection of its own: one that waits would hold up the threads of the library that use the group's.
-    ends = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=STORE_TIMEOUT)  # pyright: ignore[reportPrivateImportUsage]
+    ends = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=STORE_TIMEOUT)
 
     def meet(name: str) -> None:
         ends.set(f"{name}/{rank}", "done")

@@ -80,7 +80,7 @@ def with_accel(
     library: str | None, width: int, inputs: torch.Tensor, recipe: Any = None, backend: str = "no"
 ) -> Callable[[], None]:
     """The same step with accel, of one of torchao's recipes, compiled by a backend of `torch.compile`."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage] - several in turn
+    AcceleratorState._reset_state(reset_partial_state=True)
     handlers: dict[str | None, list[Any]] = {
         None: [],
         "AO": [AORecipeKwargs(config=recipe)],

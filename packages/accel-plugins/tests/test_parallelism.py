@@ -183,21 +183,21 @@ def test_a_mesh_needs_a_type_of_device():
 )
 def test_the_mesh_of_any_number_of_ranks_can_be_asked_for(sizes: dict[str, int], mesh: Any):
     config = ParallelismConfig(**sizes)  # pyright: ignore[reportArgumentType]
-    assert config._get_mesh() == mesh  # pyright: ignore[reportPrivateUsage] - libraries call it
-    config._set_size("tp", 16)  # pyright: ignore[reportPrivateUsage]
+    assert config._get_mesh() == mesh
+    config._set_size("tp", 16)
     assert config.tp_size == 16
-    assert dict(zip(*config._get_mesh(), strict=True))["tp"] == 16  # pyright: ignore[reportPrivateUsage]
+    assert dict(zip(*config._get_mesh(), strict=True))["tp"] == 16
     with pytest.raises(SettingsError, match="'ep' is none of"):
-        config._set_size("ep", 2)  # pyright: ignore[reportPrivateUsage]
+        config._set_size("ep", 2)
 
 
 def test_sizes_are_validated_against_a_run():
     run = SimpleNamespace(num_processes=4)
     config = ParallelismConfig()
-    config._validate_accelerator(run)  # pyright: ignore[reportPrivateUsage]
+    config._validate_accelerator(run)
     assert config.dp_replicate_size == 4, "without any sizes, every rank is a replica"
     with pytest.raises(SettingsError, match="tp_size=8 makes 8 processes, but the world size is 4"):
-        ParallelismConfig(tp_size=8)._validate_accelerator(run)  # pyright: ignore[reportPrivateUsage]
+        ParallelismConfig(tp_size=8)._validate_accelerator(run)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
+from torch.distributed import TCPStore
 
 from accel_state.topology import free_port, is_port_in_use, reserved_port
 

@@ -10,7 +10,7 @@ from argparse import (
     ArgumentParser,
     ArgumentTypeError,
     Namespace,
-    _ActionsContainer,  # pyright: ignore[reportPrivateUsage] - groups have no public name
+    _ActionsContainer,
 )
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented
+from torch.distributed import GradBucket
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 

@@ -57,7 +57,7 @@ class AcceleratorState(SharedState):
 
     _shared_state: ClassVar[dict[str, Any]] = {}
     _known_attrs: ClassVar[list[str]] = [
-        *PartialState._known_attrs,  # pyright: ignore[reportPrivateUsage] - of this package
+        *PartialState._known_attrs,
         *("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "dynamo_plugin"),
     ]
 
@@ -149,7 +149,7 @@ class AcceleratorState(SharedState):
         """Reset the shared state, for tests and sweeps."""
         cls._shared_state.clear()
         if reset_partial_state:
-            PartialState._reset_state()  # pyright: ignore[reportPrivateUsage] - the documented way
+            PartialState._reset_state()
 
     @property
     def _process(self) -> PartialState:

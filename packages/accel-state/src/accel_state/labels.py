@@ -223,9 +223,6 @@ def has_sharded_gradients(distributed_type: DistributedType | str | None) -> boo
 CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
 """The labels of runs on GPUs."""
 
-DYNAMO_BACKENDS = [member.name for member in DynamoBackend if member is not DynamoBackend.NO]
-"""The names of the backends of `torch.compile`."""
-
 TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
 """The modes of `torch.compile`."""
 

@@ -532,7 +532,7 @@ class PartialState(SharedState):
             )
 
 
-_prepare_backend = PartialState._prepare_backend  # pyright: ignore[reportPrivateUsage] - detects an override
+_prepare_backend = PartialState._prepare_backend
 
 
 def wait_for_everyone() -> None:

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import (
-    PrefixStore,  # pyright: ignore[reportPrivateImportUsage] - documented
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage] - documented
+    PrefixStore,
+    TCPStore,
 )
 
 from accel_state.libraries import is_torch_version
@@ -44,7 +44,7 @@ _num_joined = 0
 def join_single(backend: str | None, device: torch.device) -> None:
     """Initialise the default process group of a single-process job, with gloo by default."""
     if not dist.is_initialized():
-        store, backend = dist.HashStore(), backend or "gloo"  # pyright: ignore[reportPrivateImportUsage] - documented
+        store, backend = dist.HashStore(), backend or "gloo"
         bound = bound_device(backend, device)
         dist.init_process_group(backend, store=store, rank=0, world_size=1, **bound)
         joined()

@@ -95,7 +95,7 @@ def call_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
 
 def main_thread_site() -> tuple[CodeType, int] | None:
     """Return the current `call_site` of the main thread."""
-    return call_site(sys._current_frames().get(threading.main_thread().ident or 0))  # pyright: ignore[reportPrivateUsage] - public in all but name
+    return call_site(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def source_location(site: tuple[CodeType, int] | None) -> tuple[str, str]:

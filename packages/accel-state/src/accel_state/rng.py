@@ -72,7 +72,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 def _tensor_parallel_group() -> dist.ProcessGroup | None:
     """Return the group of the ranks that draw the same numbers as this one, if the run's mesh has one."""
-    mesh = AcceleratorState._shared_state.get("device_mesh")  # pyright: ignore[reportPrivateUsage] - of this package
+    mesh = AcceleratorState._shared_state.get("device_mesh")
     return mesh.get_group("tp") if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
 
 

@@ -282,17 +282,17 @@ def _restart_prefix(variables: Mapping[str, str]) -> str:
 
 def _restart_store(
     life: str | int, variables: Mapping[str, str], topology: Topology, timeout: timedelta | None
-) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
+) -> dist.Store:
     """Return a store without the keys that dead processes and earlier groups left in the agent's store.
 
     With a static rendezvous they outlive the processes; torch 2.15 would connect to stale addresses.
     """
     endpoint = rendezvous(variables, topology)
     wait = dist.default_pg_timeout if timeout is None else timeout
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.TCPStore(
         endpoint.address, endpoint.port, world_size=topology.world_size, is_master=False, timeout=wait
     )
-    return dist.PrefixStore(f"accel/life_{life}", store)  # pyright: ignore[reportPrivateImportUsage]
+    return dist.PrefixStore(f"accel/life_{life}", store)
 
 
 def _check_backend(kind: DeviceKind, asked: str | None) -> str:

@@ -47,7 +47,7 @@ class RankSampler:
     def take(self, *, is_inside: bool) -> None:
         """Take a sample; `is_inside` says whether the main thread is in a monitored collective."""
         self.samples += 1
-        frame = None if is_inside else sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage] - public in all but name
+        frame = None if is_inside else sys._current_frames().get(self._main)
         if is_inside or (frame is not None and frame.f_code.co_filename.startswith(self._folder)):
             self.waits += 1
         else:

@@ -100,7 +100,7 @@ def group_options(earlier: int) -> dict[str, Any]:
     if not is_replicated() and import_module("torch_xla.runtime").process_count() > 1:
         start(spmd=True)  # then PJRT counts processes, not devices
     store, rank, world_size = next(rendezvous("xla://"))
-    life = dist.PrefixStore(f"accel/{earlier}", store)  # pyright: ignore[reportPrivateImportUsage]
+    life = dist.PrefixStore(f"accel/{earlier}", store)
     return {"store": life, "rank": rank, "world_size": world_size}
 
 

@@ -67,8 +67,8 @@ LAUNCHED = {  # needs more than one process: what it printed under `accel launch
 
 def output_of(script: Path) -> str:
     """Run a script as this process; return what it printed."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage] - the documented way
-    GradientState._reset_state()  # pyright: ignore[reportPrivateUsage] - the documented way
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     said, before = io.StringIO(), sys.argv
     sys.argv = [script.name]
     try:

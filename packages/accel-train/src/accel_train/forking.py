@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -253,8 +253,8 @@ def run_forked(function: Callable[..., Any], *args: Any) -> Any:
     """
     torch.set_num_threads(1)
     gc.freeze()  # collecting a process group of the parent would crash: its threads were not copied
-    AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage] - the documented way
-    GradientState._reset_state()  # pyright: ignore[reportPrivateUsage] - the documented way
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     environ.publish({"FORK_LAUNCHED": "1"})
     return function(*args)
 

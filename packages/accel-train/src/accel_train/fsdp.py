@@ -31,7 +31,7 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
     Raises:
         UnsupportedError: The accelerator does not use FSDP2.
     """
-    strategy = accelerator._parts.strategy  # pyright: ignore[reportPrivateUsage] - a function of it
+    strategy = accelerator._parts.strategy
     if not accelerator.is_fsdp2:
         raise UnsupportedError(f"fsdp2_prepare_model(): the strategy is {strategy.name!r}, not 'fsdp2'.")
     bundle = Bundle(models=[model])

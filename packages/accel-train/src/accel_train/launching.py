@@ -398,9 +398,7 @@ class PrepareForLaunch:
                     "file that does not exist yet, and the number of processes. debug_launcher() sets both."
                 )
             world_size = int(variables["WORLD_SIZE"])
-            store = torch.distributed.FileStore(  # pyright: ignore[reportPrivateImportUsage]
-                variables["ACCELERATE_DEBUG_RDV_FILE"], world_size
-            )
+            store = torch.distributed.FileStore(variables["ACCELERATE_DEBUG_RDV_FILE"], world_size)
             torch.distributed.init_process_group("gloo", rank=index, store=store, world_size=world_size)
             environ.publish({"LOCAL_RANK": str(index), "RANK": str(index), "ACCELERATE_USE_CPU": "yes"})
         elif self.distributed_type.value != "NO":

@@ -454,7 +454,7 @@ class LocalSGD:
             raise SettingsError(
                 f"LocalSGD(local_sgd_steps={local_sgd_steps!r}): expected a whole number above 0."
             )
-        parts = accelerator._parts  # pyright: ignore[reportPrivateUsage] - of this package
+        parts = accelerator._parts
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled:
             parts.strategy.require(Feature.NO_SYNC, "LocalSGD()")

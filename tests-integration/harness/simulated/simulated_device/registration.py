@@ -47,7 +47,7 @@ def register() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     from simulated_device import device  # it asks for the name
 
-    torch._register_device_module(NAME, device)  # pyright: ignore[reportPrivateUsage] - documented for backends
+    torch._register_device_module(NAME, device)
     modules: dict[str, ModuleType] = {f"torch.{NAME}.amp": device.amp, f"torch.{NAME}.random": device.random}
     sys.modules.update(modules)
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)

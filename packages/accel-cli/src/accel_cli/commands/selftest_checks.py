@@ -370,7 +370,7 @@ def _epoch(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) ->
 
 def _train(session: Session, *, precision: str) -> TrainingResult:
     # The plugins of the state have the precision of the last `Accelerator`.
-    AcceleratorState._reset_state()  # pyright: ignore[reportPrivateUsage] - documented for such uses
+    AcceleratorState._reset_state()
     accelerator = Accelerator(mixed_precision=precision)  # pyright: ignore[reportArgumentType] - or a recipe
     model, optimizer, loader = _prepared(session, accelerator)
     batch_size = loader.total_batch_size  # Tensor-parallel ranks read the same batches.

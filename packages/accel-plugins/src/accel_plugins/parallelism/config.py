@@ -689,7 +689,7 @@ class Axes:
     def fully_sharded(self, runtime: Runtime) -> DeviceMesh:
         """Return the mesh of FSDP2: a shard axis, after a replicate axis if there are replicas."""
         names: Any = self.mesh.mesh_dim_names
-        shards = self.config._shard_axes(names)  # pyright: ignore[reportPrivateUsage] - ours
+        shards = self.config._shard_axes(names)
         shards += [name for name in names if name == "sp"]
         if not shards:  # replicas only: each is one shard
             replicas = self.config.sizes["dp_replicate"]

@@ -323,7 +323,7 @@ class ReplicaGroups:
         timeout = timedelta(seconds=max(10, 2 * self.settings.timeout))
         endpoint: list[Any] = [None]
         if runtime.topology.rank == 0:
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
             endpoint = [(host, self._store.port)]
         runtime.collectives.broadcast_object_list(endpoint, 0)
         kind = torchft.ProcessGroupNCCL if runtime.device.type == "cuda" else torchft.ProcessGroupGloo

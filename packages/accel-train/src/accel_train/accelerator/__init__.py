@@ -285,7 +285,7 @@ class Accelerator(RankMethods):
         with build.restore_state_on_failure():
             group = handlers.get(InitProcessGroupKwargs)
             options = {} if group is None else group.to_kwargs()
-            PartialState._from_settings(settings, variables, cpu, options)  # pyright: ignore[reportPrivateUsage] - ours
+            PartialState._from_settings(settings, variables, cpu, options)
             # An earlier state keeps its precision.
             from_settings = mixed_precision is None and not is_initialized()
             self.state = AcceleratorState(

@@ -201,7 +201,7 @@ def select_strategy(strategy: str | StrategySpec | None, settings: Settings) -> 
         if not isinstance(strategy, str):
             raise SettingsError(f"Accelerator(strategy={strategy!r}): expected a name or a StrategySpec.")
         return STRATEGIES.find(strategy, source=f"Accelerator(strategy={strategy!r})")
-    earlier: StrategySpec | None = AcceleratorState._shared_state.get("strategy")  # pyright: ignore[reportPrivateUsage] - asks without making one
+    earlier: StrategySpec | None = AcceleratorState._shared_state.get("strategy")
     name = settings.training.strategy
     if earlier is not None or name is None:
         return earlier
@@ -304,7 +304,7 @@ def check_scheduler_clock(step_per: StepPer | None, *, step_with_optimizer: bool
 
 def earlier_plugins() -> dict[str, Any]:
     """Return the plugins of an earlier `Accelerator` of this process, by argument."""
-    shared = AcceleratorState._shared_state  # pyright: ignore[reportPrivateUsage] - asks without making one
+    shared = AcceleratorState._shared_state
     names = {engine.argument: engine.argument for engine in ENGINES}
     names["deepspeed_plugin"] = "deepspeed_plugins"  # the state keeps all of them by name
     return {argument: shared.get(name) for argument, name in names.items()}
@@ -343,7 +343,7 @@ def resolve_accumulation(
 @contextmanager
 def restore_state_on_failure() -> Generator[None]:
     """Restore the shared state if the block raises."""
-    shared = AcceleratorState._shared_state  # pyright: ignore[reportPrivateUsage] - as above
+    shared = AcceleratorState._shared_state
     before = dict(shared)
     try:
         yield

@@ -65,7 +65,7 @@ def prepare_single(
     accelerator: Accelerator, kind: str, argument: Any, placement: bool | None, **options: Any
 ) -> Any:
     """Run all stages on one object of a known kind; `options` are fields of `PrepareRequest`."""
-    if argument in accelerator._parts.prepared:  # pyright: ignore[reportPrivateUsage] - its stages
+    if argument in accelerator._parts.prepared:
         return argument
     move = accelerator.device_placement if placement is None else placement
     bundle, placements = sort_argument(kind, argument, move=move)
@@ -83,7 +83,7 @@ def run_stage(accelerator: Accelerator, stage: str, args: Sequence[Any]) -> tupl
 def _sort(
     accelerator: Accelerator, args: Sequence[Any], device_placement: Placement = None
 ) -> tuple[Bundle, dict[str, list[bool]]]:
-    default, prepared = accelerator.device_placement, accelerator._parts.prepared  # pyright: ignore[reportPrivateUsage] - its stages
+    default, prepared = accelerator.device_placement, accelerator._parts.prepared
     return sort_arguments(args, device_placement=device_placement, default=default, prepared=prepared)
 
 
@@ -212,7 +212,7 @@ class PrepareRequest:
     @property
     def parts(self) -> Parts:
         """The parts of the accelerator."""
-        return self.accelerator._parts  # pyright: ignore[reportPrivateUsage] - its own stages
+        return self.accelerator._parts
 
 
 def run_stages(bundle: Bundle, request: PrepareRequest) -> Bundle:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def adopt_sharded(models: Sequence[nn.Module], accelerator: Accelerator) -> None:
     """Switch to the strategy that trains already sharded models as they are, if there are any."""
-    parts = accelerator._parts  # pyright: ignore[reportPrivateUsage] - a stage of prepare
+    parts = accelerator._parts
     sharded = [model for model in models if _is_sharded(model, parts.strategy.mesh)]
     if parts.strategy.name == "presharded" or not sharded:
         return

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
+from torch.distributed import PrefixStore
 
 from accel_state import hang_monitor
 from accel_state.errors import DistributedOperationException, StalledCollectiveError

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import (
-    PrefixStore,  # pyright: ignore[reportPrivateImportUsage] - documented
+    PrefixStore,
     get_backend,
     is_initialized,
 )

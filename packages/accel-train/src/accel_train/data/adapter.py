@@ -534,12 +534,12 @@ class DataLoaderStateMixin:
     def begin(self) -> None:
         """Begin an iteration: the loader becomes the active one."""
         self.reset()
-        self.gradient_state._add_dataloader(self)  # pyright: ignore[reportPrivateUsage]
+        self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
         """End an iteration, complete or not: the previously active loader becomes active again."""
         self._batch = None
-        self.gradient_state._remove_dataloader(self)  # pyright: ignore[reportPrivateUsage]
+        self.gradient_state._remove_dataloader(self)
 
 
 class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
@@ -701,7 +701,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
                 if following is END:
                     self._set_remainder(loaded)
                     reading.facts["remainder"] = self.remainder
-                active = state._loaders  # pyright: ignore[reportPrivateUsage] - a property is a call per batch
+                active = state._loaders
                 if passes[-1] is not reading or not active or active[-1]() is not self:
                     self._activate(reading)
                 yield batch

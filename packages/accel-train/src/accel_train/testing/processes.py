@@ -266,8 +266,8 @@ class AccelerateTestCase(unittest.TestCase):
     def tearDown(self) -> None:
         """Reset `AcceleratorState` and `PartialState`."""
         super().tearDown()
-        AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage]
-        PartialState._reset_state()  # pyright: ignore[reportPrivateUsage] - the documented way
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState._reset_state()
 
 
 class MockingTestCase(unittest.TestCase):

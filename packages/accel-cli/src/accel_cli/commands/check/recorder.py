@@ -188,7 +188,7 @@ class CollectiveRecorder:
 
 def source_line() -> str:
     """Return file and line of the script that is running."""
-    return source_location(call_site(sys._getframe(1)))[0]  # pyright: ignore[reportPrivateUsage] - documented
+    return source_location(call_site(sys._getframe(1)))[0]
 
 
 def nbytes_of(data: Any) -> int:

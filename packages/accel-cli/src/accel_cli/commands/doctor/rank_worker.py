@@ -123,7 +123,7 @@ def _cut(bundle: Bundle, blocks: int) -> None:
 
 def _record_loaders(recorder: TrainingRecorder) -> None:
     """Record what loaders yield, and end their passes early."""
-    real_pass, real_iter = PreparedLoader._pass, DataLoader.__iter__  # pyright: ignore[reportPrivateUsage] - the seam of `check`, too
+    real_pass, real_iter = PreparedLoader._pass, DataLoader.__iter__
     iterate = BatchSamplerShard.iterate_from
 
     def pass_recorded(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -198,7 +198,7 @@ def _record_steps(recorder: TrainingRecorder) -> None:
     replace_names("torch.nn.utils", clip_grad_norm_=clip_recorded)
 
     def item_recorded(self: Tensor) -> Any:
-        recorder.record_wait(sys._getframe(1).f_code)  # pyright: ignore[reportPrivateUsage] - documented
+        recorder.record_wait(sys._getframe(1).f_code)
         return item(self)
 
     replace_names("torch.Tensor", item=item_recorded)
