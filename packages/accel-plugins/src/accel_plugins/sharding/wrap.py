@@ -90,11 +90,7 @@ class ParamRemap:
     def add(self, model: nn.Module, number: int, now: Mapping[str, Tensor | None]) -> None:
         """Add a sharded model: what its parameters became, by their first names when they were marked."""
         known = self._models.setdefault(model, {})
-        # A sharding function of the caller may have called ours, which marked the originals once more.
-        added = {id(parameter) for (other, _), parameter in known.items() if other != number}
         for name, parameter in now.items():
-            if id(parameter) in added:
-                continue
             if parameter is None or vars(parameter).get(_ORIGIN) != (number, name):
                 known[number, name] = parameter
 
@@ -216,10 +212,13 @@ class ShardedWrapper:
 
     def _shard_by(self, shard: Callable[[nn.Module], nn.Module], model: nn.Module) -> nn.Module:
         """Shard a model with a function of the caller."""
-        names, number = [name for name, _ in model.named_parameters()], mark_originals(model)
+        number = mark_originals(model)
+        marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
         sharded = shard(model)
         named = sharded.named_parameters(remove_duplicate=False)
         now = {strip_wrapper_prefixes(name): parameter for name, parameter in named}
+        # Where the function calls this class, the originals are marked once more, and added there.
+        names = [name for name, mark in marks.items() if mark[_ORIGIN] == (number, name)]
         own = {name: strip_wrapper_prefixes(name) for name in names}
         self.remap.add(sharded, number, {name: now[key] for name, key in own.items() if key in now})
         return sharded
