@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_plugins.megatron.plugin import MegatronLMPlugin
@@ -23,10 +24,12 @@ TOKENS, STEPS = 128, 10
 
 
 @pytest.fixture(autouse=True)
-def restored_variables():
-    """Megatron chooses the kernels of attention by variables, NVTE_*, which stay with a process."""
+def restored_process():
+    """Megatron chooses the kernels of attention by variables, NVTE_*, and makes a process group."""
     with patch.dict(os.environ):
         yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def make_llama():
