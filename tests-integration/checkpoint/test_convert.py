@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from accel_convert import convert_checkpoint
+from accel_convert.read import open_checkpoint
 from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_state.errors import SettingsError
-from accel_train.convert.convert import convert_checkpoint
-from accel_train.convert.read import open_checkpoint
 from checkpoint.test_load_memory import resident
 from checkpoint.test_resharding import Net, build, train, whole
 from harness import distributed

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from accel_convert import convert_checkpoint
+from accel_convert.read import open_checkpoint
 from accel_plugins.megatron.library import core
 from accel_state.errors import CheckpointError, SettingsError
-from accel_train.convert.convert import convert_checkpoint
-from accel_train.convert.read import open_checkpoint
 from checkpoint.test_megatron import build, train
 from harness import distributed
 from harness.cuda_names import cuda_answered_by_cpu

@@ -17,7 +17,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from accel_train.convert.convert import convert_checkpoint
+from accel_convert import convert_checkpoint
 
 LLAMA = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}

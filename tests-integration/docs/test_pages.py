@@ -24,7 +24,7 @@ MODULE = re.compile(r"\baccel_[a-z]+(?!\.(?:svg|json)\b)(?:\.\w+)+")
 PATH = re.compile(r"(?<![\w/.-])(?:packages|tools|tests-integration|accel_[a-z]+)/[\w./-]*\w")
 PLACEHOLDER = re.compile(r"\bNAME\b|/index$")  # also entries of tables of contents, without their suffix
 PICTURE = re.compile(r"^## Module map\n.*?^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-MAX_LINES = 40
+MAX_LINES = 44
 
 
 def absent_part(dotted: str) -> str | None:

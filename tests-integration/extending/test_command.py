@@ -31,6 +31,10 @@ def test_an_installed_command_runs_with_its_words_and_its_exit_code(accel):
     assert accel("count-lines", "empty.txt").returncode == 1
 
 
+def test_the_overview_shows_it_with_the_first_line_of_its_docstring(accel):
+    assert "  count-lines         Count the lines of a file.\n" in accel("--help").stdout
+
+
 def test_its_errors_and_its_name_are_reported_as_those_of_other_commands(accel):
     done = accel("count-lines", "none.txt")
     assert (done.returncode, done.stderr) == (

@@ -59,7 +59,6 @@ PRELOADED = (
     "accel_plugins.fsdp.presharded",
     "accel_plugins.megatron.strategy",
     "accel_plugins.pipeline.strategy",
-    "accel_plugins.sharding.stream",
     "accel_plugins.tiling",
     "accel_train.checkpoint.load",
     "accel_train.checkpoint.save",

@@ -22,7 +22,6 @@ from accel_train.checkpoint import files as locks
 from accel_train.checkpoint import folder, layout, load
 from accel_train.checkpoint.load import shortened
 from accel_train.checkpoint.single_files import save_custom_state
-from accel_train.convert.convert import convert_checkpoint
 
 
 class Value:
@@ -347,7 +346,6 @@ def test_windows_files_are_binary_flushed_where_they_can_be_and_closed_before_th
         run.set(value)
         run.accelerator.save_state(tmp_path / "c")
     save_custom_state(run.object, tmp_path)
-    convert_checkpoint(tmp_path / "c", tmp_path / "to", to="torch")
     run.set(9.0)
     run.accelerator.load_state(tmp_path / "c")
     assert run.values() == {2.0}

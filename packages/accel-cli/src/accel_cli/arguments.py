@@ -543,40 +543,6 @@ def merge() -> Parser:
     return made
 
 
-FORMATS = ("safetensors", "torch", "full", "sharded", "dcp", "universal")
-"""The formats to which `accel convert-checkpoint` converts."""
-
-
-def convert() -> Parser:
-    """Build the parser of `accel convert-checkpoint`."""
-    made = Parser(
-        "convert-checkpoint",
-        "Write a checkpoint in another format, one chunk of a tensor at a time. The format of FROM is "
-        "detected from its files. Every written tensor is read back and compared.",
-        "FROM and TO are folders, or URLs such as s3://bucket/run; FROM may also be a file of weights.",
-    )
-    made.add_argument("source", metavar="FROM", help="the checkpoint to read")
-    made.add_argument("target", metavar="TO", help="the output folder, which must be absent or empty")
-    text = (
-        "safetensors or torch: weight files as transformers saves them. full or sharded: a state for "
-        "Accelerator.load_state. dcp: a folder of torch.distributed.checkpoint. universal: a universal "
-        "DeepSpeed checkpoint"
-    )
-    made.add_argument("--to", choices=FORMATS, required=True, help=text)
-    text = (
-        "for a LoRA adapter of peft, its base model; for a checkpoint of Megatron-LM, a folder with"
-        " the config.json of transformers whose names and layout to use"
-    )
-    made.add_argument("--base", metavar="DIR", help=text)
-    text = "memory limit for tensors (default: %(default)s)"
-    made.add_argument("--max_memory", default="1GB", metavar="SIZE", help=text)
-    text = "maximum size of a weight file (default: %(default)s)"
-    made.add_argument("--max_shard_size", default="10GB", metavar="SIZE", help=text)
-    _switch(made, "--dry_run", text="show what would be read and written, but write nothing")
-    _switch(made, "--quiet", "-q", text="print nothing on success")
-    return made
-
-
 def to_fsdp2() -> Parser:
     """Build the parser of `accel to-fsdp2`."""
     made = Parser("to-fsdp2", "Convert an FSDP (version 1) config file to FSDP2.")

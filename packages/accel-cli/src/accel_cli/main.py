@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
@@ -24,9 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words after `accel`; None for the arguments of this process.
 
     Returns:
-        The exit code. A name that is not in the table is looked up in the entry-point group `accel.commands`,
-        whose functions take the words after it and return the exit code. `accel launch` does not return when
-        it starts a script: its process becomes the script.
+        The exit code. `accel launch` does not return when it starts a script: its process becomes the script.
     """
     argv = sys.argv[1:] if arguments is None else list(arguments)
     if not argv or argv[0] in {"-h", "--help"}:
@@ -37,14 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name, *words = argv
     try:
-        if name in COMMANDS:
-            return COMMANDS[name].run(words)
-        installed = {point.name: point for point in entry_points(group="accel.commands")}
-        if name in installed:
-            return installed[name].load()(words)
-        known = (*COMMANDS, *installed)
-        hint = did_you_mean(name, known, f"there are {', '.join(known)}.")
-        return _fail("accel", f"{name!r} is not a command; {hint}")
+        command = COMMANDS.get(name) or installed_commands().get(name)
+        if command is None:
+            known = (*COMMANDS, *installed_commands())
+            hint = did_you_mean(name, known, f"there are {', '.join(known)}.")
+            return _fail("accel", f"{name!r} is not a command; {hint}")
+        return command(words)
     except AccelError as error:
         return _fail(f"accel {name}", str(error))
     except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
@@ -60,14 +56,28 @@ def run(name: str) -> int:
     return main([name, *sys.argv[1:]])
 
 
+def installed_commands() -> dict[str, Callable[[Sequence[str]], int]]:
+    """Return the subcommands of other distributions, from the entry-point group `accel.commands`.
+
+    Each takes the words after its name and returns the exit code.
+    """
+    return {point.name: point.load() for point in entry_points(group="accel.commands")}
+
+
 def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = "".join(f"  {name:<{width}}  {command.help}\n" for name, command in COMMANDS.items())
+    commands = {**COMMANDS, **installed_commands()}
+    width = max(map(len, commands))
+    lines = "".join(f"  {name:<{width}}  {_summary(command)}\n" for name, command in commands.items())
     return (
         "usage: accel <command> [options]; accel --version\n\n"
         "Launch and inspect PyTorch programs on any number of devices.\n\n"
         f"commands:\n{lines}\n`accel <command> --help` lists the options of a command.\n"
     )
+
+
+def _summary(command: Callable[[Sequence[str]], int]) -> str:
+    text = command.help if isinstance(command, Subcommand) else command.__doc__ or ""
+    return text.partition("\n")[0]
 
 
 def _fail(program: str, message: str) -> int:
@@ -94,8 +104,8 @@ class Subcommand(NamedTuple):
         target: The module with a function `run`, or the `"module:function"`, which takes the parsed namespace
             and returns the exit code.
         help: A line for the overview.
-        parser: The function of `accel_cli.arguments` that creates the parser, so that help and errors of the
-            command line do not import the target.
+        parser: The function that creates the parser, in `accel_cli.arguments` or as `"module:function"`, so
+            that help and errors of the command line do not import the target.
         imports_torch: Whether the target imports torch, which takes seconds.
     """
 
@@ -106,9 +116,10 @@ class Subcommand(NamedTuple):
 
     def make_parser(self) -> Parser:
         """Create the parser."""
-        return getattr(import_module("accel_cli.arguments"), self.parser)()
+        module, _, function = self.parser.rpartition(":")
+        return getattr(import_module(module or "accel_cli.arguments"), function)()
 
-    def run(self, words: Sequence[str]) -> int:
+    def __call__(self, words: Sequence[str]) -> int:
         """Parse the words after the subcommand, and run it."""
         return self.call(self.make_parser().read(words))
 
@@ -149,9 +160,6 @@ COMMANDS: Mapping[str, Subcommand] = {
         "merge",
         imports_torch=True,
     ),
-    "convert-checkpoint": Subcommand(
-        "accel_cli.commands.convert", "Write a checkpoint in another format.", "convert", imports_torch=True
-    ),
     "to-fsdp2": Subcommand(
         "accel_cli.commands.config:run_to_fsdp2", "Convert an FSDP config file to FSDP2.", "to_fsdp2"
     ),
@@ -163,4 +171,4 @@ COMMANDS: Mapping[str, Subcommand] = {
         "accel_cli.commands.completion", "Print a shell completion script.", "completion"
     ),
 }
-"""The subcommands, in the order of the overview."""
+"""The subcommands of this distribution, in the order of the overview."""

@@ -25,6 +25,7 @@ PACKAGES = (
     "accel_trackers",
     "accel_train",
     "accel_cli",
+    "accel_convert",
     "accel_compat",
 )
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"

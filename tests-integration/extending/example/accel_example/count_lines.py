@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def run(words):
-    parser = ArgumentParser("accel count-lines", description="Count the lines of a file.")
+    """Count the lines of a file."""
+    parser = ArgumentParser("accel count-lines", description=run.__doc__)
     parser.add_argument("file", type=Path)
     lines = parser.parse_args(words).file.read_text().splitlines()
     print(len(lines))

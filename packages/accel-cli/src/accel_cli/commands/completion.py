@@ -8,14 +8,16 @@ from argparse import ArgumentParser, Namespace
 import shtab
 
 from accel_cli.arguments import SettingAction
-from accel_cli.main import COMMANDS
+from accel_cli.main import COMMANDS, Subcommand, installed_commands
 
 
 def run(options: Namespace) -> int:
     """Write the completion script."""
     parser = ArgumentParser("accel")
     subparsers = parser.add_subparsers()
-    for name, command in COMMANDS.items():
+    for name, command in {**COMMANDS, **installed_commands()}.items():
+        if not isinstance(command, Subcommand):
+            continue
         made = command.make_parser()
         for action in made.actions:
             if isinstance(action, SettingAction) and action.row.option.choices and action.nargs is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accel_convert.contents import OptimizerContents
 from accel_ops.weights.lazy_tensors import LazyTensor
-from accel_train.convert.contents import OptimizerContents
 
 
 def name_parameters(

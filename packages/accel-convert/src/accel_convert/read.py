@@ -10,6 +10,17 @@ from typing import Any, cast
 
 import torch
 
+from accel_convert.adapters import is_adapter, merge_adapter
+from accel_convert.contents import CheckpointContents, OptimizerContents, weights_in
+from accel_convert.deepspeed import (
+    is_engine_state,
+    is_universal,
+    read_engine_state,
+    read_universal,
+)
+from accel_convert.megatron import is_megatron, read_megatron
+from accel_convert.names import name_parameters
+from accel_convert.stream import read_lazily
 from accel_ops.weights.layout import (
     INDEX_SUFFIX,
     MODEL_NAME,
@@ -19,7 +30,6 @@ from accel_ops.weights.lazy_tensors import LazyTensor, lazy_safetensors, lazy_to
 from accel_ops.weights.read import find_checkpoint_files
 from accel_plugins.sharding.folder import read_index
 from accel_plugins.sharding.state import INDEX_NAME, is_sharded_folder
-from accel_plugins.sharding.stream import read_lazily
 from accel_state.errors import CheckpointError, SettingsError, some_of
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath
@@ -28,16 +38,6 @@ from accel_train.checkpoint.contents import MODEL_KEY, OPTIMIZER_KEY
 from accel_train.checkpoint.files import sizes_in
 from accel_train.checkpoint.folder import check, read_manifest
 from accel_train.checkpoint.staging import SAFE
-from accel_train.convert.adapters import is_adapter, merge_adapter
-from accel_train.convert.contents import CheckpointContents, OptimizerContents, weights_in
-from accel_train.convert.deepspeed import (
-    is_engine_state,
-    is_universal,
-    read_engine_state,
-    read_universal,
-)
-from accel_train.convert.megatron import is_megatron, read_megatron
-from accel_train.convert.names import name_parameters
 
 
 def open_checkpoint(path: AnyPath, base: AnyPath | None = None) -> CheckpointContents:

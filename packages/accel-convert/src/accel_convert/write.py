@@ -15,6 +15,9 @@ import torch
 import xxhash
 from torch import Tensor
 
+from accel_convert.contents import CheckpointContents, Label, OptimizerContents, leaves
+from accel_convert.deepspeed import MODEL_FILES, UNIVERSAL_TAG_FILE
+from accel_convert.stream import FolderWriter
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.layout import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -27,7 +30,6 @@ from accel_ops.weights.layout import (
 from accel_ops.weights.lazy_tensors import LazyTensor, create_torch_file, write_lazy_safetensors
 from accel_ops.weights.safetensors_io import as_bytes
 from accel_plugins.sharding.state import INDEX_NAME, shard_file
-from accel_plugins.sharding.stream import FolderWriter
 from accel_state.errors import CheckpointError, SettingsError
 from accel_state.files import trim_heap
 from accel_state.frozen import frozen
@@ -35,8 +37,6 @@ from accel_train.checkpoint import layout
 from accel_train.checkpoint.contents import MODEL_KEY, OPTIMIZER_KEY, copy_file
 from accel_train.checkpoint.files import make_folder, record_of, write_file
 from accel_train.checkpoint.layout import FileRecord
-from accel_train.convert.contents import CheckpointContents, Label, OptimizerContents, leaves
-from accel_train.convert.deepspeed import MODEL_FILES, UNIVERSAL_TAG_FILE
 
 
 class VerifyingReader:

@@ -9,6 +9,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from accel_convert.contents import CheckpointContents
+from accel_convert.deepspeed import UNIVERSAL_TAG_FILE
+from accel_convert.read import open_checkpoint
+from accel_convert.write import WRITERS, VerifyingReader, WritePlan
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int
 from accel_state.errors import CheckpointError, SettingsError, did_you_mean, some_of
 from accel_state.files import any_path
@@ -17,10 +21,6 @@ from accel_state.remote import AnyPath, RemotePath
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.files import flush_folder, make_folder, move, remove, sizes_in, write_file
 from accel_train.checkpoint.layout import FileRecord, Manifest
-from accel_train.convert.contents import CheckpointContents
-from accel_train.convert.deepspeed import UNIVERSAL_TAG_FILE
-from accel_train.convert.read import open_checkpoint
-from accel_train.convert.write import WRITERS, VerifyingReader, WritePlan
 
 DEFAULT_MEMORY = "1GB"
 _LEAST_MEMORY = 4_000_000

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel_convert.contents import CheckpointContents
 from accel_ops.weights.lazy_tensors import LazyTensor, lazy_safetensors
 from accel_state.errors import CheckpointError, some_of
 from accel_state.files import read_json
 from accel_state.remote import AnyPath
-from accel_train.convert.contents import CheckpointContents
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel_convert.contents import CheckpointContents, OptimizerContents
+from accel_convert.stream import read_lazily
 from accel_ops.weights.lazy_tensors import LazyTensor
 from accel_plugins.deepspeed.folder import load_file
 from accel_plugins.megatron.families import Weight, find_family
 from accel_plugins.sharding.folder import read_index
-from accel_plugins.sharding.stream import read_lazily
 from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError, some_of
 from accel_state.files import read_json, read_regular
 from accel_state.remote import AnyPath
-from accel_train.convert.contents import CheckpointContents, OptimizerContents
 
 _BACKEND_FILE, _COMMON_FILE, _LATEST_FILE = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.(?P<key>\w+)\.(?P<name>.+)|.*)")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 
 from accel_cli.output import Table, show, working
+from accel_convert.convert import convert_checkpoint
 from accel_ops.weights.layout import convert_bytes
 from accel_state.errors import SettingsError
-from accel_train.convert.convert import convert_checkpoint
 
 
 def run(options: Namespace) -> int:

@@ -13,13 +13,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load, load_file, save_file
 from torch import nn
 
+from accel_convert import convert_checkpoint, write
+from accel_convert.read import open_checkpoint
 from accel_plugins.sharding.folder import read_index
 from accel_state.errors import CheckpointError, SettingsError
 from accel_train import Accelerator
 from accel_train.checkpoint import folder as checkpoint_folder
-from accel_train.convert import write
-from accel_train.convert.convert import convert_checkpoint
-from accel_train.convert.read import open_checkpoint
 
 FORMATS = ["safetensors", "torch", "full", "sharded", "dcp"]
 STATES = ["full", "sharded", "dcp"]

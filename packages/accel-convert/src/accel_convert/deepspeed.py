@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel_convert.contents import CheckpointContents, OptimizerContents, weights_in
+from accel_convert.names import name_parameters
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.lazy_tensors import LazyTensor
 from accel_plugins.deepspeed.folder import engine_folder, is_engine_folder, load_file, range_of, read_folder
 from accel_state.errors import CheckpointError
 from accel_state.remote import AnyPath
 from accel_train.checkpoint import layout
-from accel_train.convert.contents import CheckpointContents, OptimizerContents, weights_in
-from accel_train.convert.names import name_parameters
 
 
 def is_engine_state(folder: AnyPath) -> bool:

@@ -1,0 +1,2 @@
+from accel_convert.convert import ConversionReport as ConversionReport
+from accel_convert.convert import convert_checkpoint as convert_checkpoint

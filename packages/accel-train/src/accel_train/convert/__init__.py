@@ -1,1 +1,0 @@
-"""Convert checkpoints between formats, with less memory than the model."""
