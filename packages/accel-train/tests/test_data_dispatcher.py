@@ -24,16 +24,7 @@ from accel_train.data.dispatcher import (
     row_layout,
     select_rows,
 )
-from accel_train.data.scatter import (
-    BatchSpec,
-    MainProcessReadError,
-    NextMessage,
-    Receiver,
-    ReceiverBuffer,
-    Sender,
-    flatten_batch,
-    read,
-)
+from accel_train.data.scatter import MainProcessReadError, receive, send
 from accel_train.data.shards import BatchWithMeta
 
 if TYPE_CHECKING:
@@ -94,20 +85,25 @@ def dispatch(
     batches: Callable[[], Iterator[Any]], row_split: RowSplit
 ) -> tuple[list[list[Any]], list[Any], Table]:
     """Run every rank in a thread; give what each got, with whether it was the last, and its error."""
-    world = row_split.num_processes
-    table = Table(world)
-    got: list[list[Any]] = [[] for _ in range(world)]
-    errors: list[Any] = [None] * world
 
     def parts() -> Iterator[list[BatchWithMeta | None]]:
         for turn in row_split.rounds(batches()):
             yield row_split.parts(turn)
 
+    return scatter(parts(), row_split.num_processes)
+
+
+def scatter(
+    parts: Iterator[Sequence[BatchWithMeta | None]], world: int
+) -> tuple[list[list[Any]], list[Any], Table]:
+    table = Table(world)
+    got: list[list[Any]] = [[] for _ in range(world)]
+    errors: list[Any] = [None] * world
+
     def run(rank: int) -> None:
         collectives: Any = Collectives(table, rank, world)
-        side = Receiver(collectives) if rank else Sender(parts(), collectives)
         try:
-            got[rank].extend(side.pairs())
+            got[rank].extend(receive(collectives) if rank else send(parts, collectives))
         except Exception as error:  # noqa: BLE001 - the test looks at it
             errors[rank] = error
 
@@ -225,46 +221,20 @@ def same(first: Any, second: Any) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11's own pickles
+@pytest.mark.parametrize("others", [[], BATCHES[:2], BATCHES], ids=len)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_any_batch_is_read_as_it_was_written(batch: Any) -> None:
-    payload = flatten_batch(BatchWithMeta(batch, 2, 7))
-    buffer = torch.empty(payload.nbytes + 5, dtype=torch.uint8)
-    ReceiverBuffer(buffer).write(payload, NextMessage.SAME, 99, is_last=True)
-    message = read(buffer, BatchSpec(payload.spec.layout))
-    assert message.loaded is not None
-    assert same(message.loaded.batch, batch)
-    assert (message.loaded.real, message.loaded.real_in_step) == (2, 7)
-    assert (message.following, message.following_bytes, message.is_last) == (NextMessage.SAME, 99, True)
-
-
-@pytest.mark.parametrize("other", BATCHES)
-@pytest.mark.parametrize("batch", BATCHES)
-def test_a_batch_spec_takes_only_batches_of_its_structure(batch: Any, other: Any) -> None:
-    spec = BatchSpec.of(batch)
-    assert spec.take(batch) is not None
-    fits = spec.take(other) is not None
-    assert fits == (BatchSpec.of(other).layout == spec.layout)
-
-
-def test_a_buffer_is_written_again_in_other_shapes() -> None:
-    receiver, spec = ReceiverBuffer(torch.empty(4096, dtype=torch.uint8)), None
-    for rows in (3, 3, 5, 1, 0):
-        payload = flatten_batch(BatchWithMeta({"ids": torch.arange(rows), "text": "x" * rows}), spec)
-        assert spec in {None, payload.spec}
-        spec = payload.spec
-        receiver.write(payload, NextMessage.SAME, 1, is_last=False)
-        message = read(receiver.buffer, spec)
-        assert message.loaded is not None
-        assert same(message.loaded.batch, {"ids": torch.arange(rows), "text": "x" * rows})
+def test_any_batch_arrives_as_it_was_read(batch: Any, others: list[Any]) -> None:
+    batches = [batch, *others, batch, batch]
+    got, errors, _ = scatter(iter([[BatchWithMeta(read, 2, 7)] * 2 for read in batches]), 2)
+    assert errors == [None, None]
+    for rank in got:
+        assert [(loaded.real, loaded.real_in_step) for loaded, _ in rank] == [(2, 7)] * len(batches)
+        assert all(same(loaded.batch, read) for (loaded, _), read in zip(rank, batches, strict=True))
 
 
 def test_changing_a_received_tensor_in_place_leaves_graphs_of_the_others_alone() -> None:
-    payload = flatten_batch(BatchWithMeta([torch.ones(2), torch.ones(2)]))
-    buffer = torch.empty(payload.nbytes, dtype=torch.uint8)
-    ReceiverBuffer(buffer).write(payload, NextMessage.END, 0, is_last=True)
-    message = read(buffer, payload.spec)
-    assert message.loaded is not None
-    first, second = message.loaded.batch
+    got, _, _ = scatter(iter([[BatchWithMeta([torch.ones(2), torch.ones(2)])] * 2]), 2)
+    first, second = got[1][0][0].batch
     weight = torch.ones(2, requires_grad=True)
     loss = (weight * first).sum()
     second.zero_()
@@ -289,23 +259,10 @@ def test_every_rank_gets_its_part_and_knows_the_last(world: int, split: bool) ->
     assert real == list(range(7 * world + 1))
 
 
-def test_in_the_steady_state_a_round_is_one_collective() -> None:
-    """Also when sequences have other lengths in every batch."""
-    batches = [{"ids": torch.zeros(2, length)} for length in range(1, 41)]
+def test_a_round_of_the_shapes_of_the_one_before_is_one_collective() -> None:
+    batches = [{"ids": torch.zeros(2, 3), "kind": "x"}] * 40
     _, _, table = dispatch(lambda: iter(batches), RowSplit(num_processes=2))
-    assert (table.scatters, table.objects) == (20, 1)
-
-
-def test_the_next_round_is_under_way_before_this_one_is_computed_with() -> None:
-    table = Table(2)
-    row_split = RowSplit(num_processes=2)
-    collectives: Any = Collectives(table, 0, 2)
-    pairs = Sender(
-        (row_split.parts(turn) for turn in row_split.rounds(iter(numbered([1] * 8)))), collectives
-    ).pairs()
-    for taken in range(1, 5):
-        next(pairs)
-        assert table.scatters == min(taken + 1, 4)
+    assert (table.scatters, table.objects) == (20, 2), "the layouts, twenty rounds, and the end"
 
 
 def test_a_new_structure_is_announced() -> None:
@@ -313,7 +270,7 @@ def test_a_new_structure_is_announced() -> None:
     got, errors, table = dispatch(lambda: iter(batches), RowSplit(num_processes=2))
     assert errors == [None, None]
     assert [type(loaded.batch) for loaded, _ in got[1]] == [dict, dict, Tensor, dict]
-    assert (table.scatters, table.objects) == (4, 3)
+    assert (table.scatters, table.objects) == (4, 5), "names are not tensors"
 
 
 def test_a_rank_without_a_part_of_the_last_round_knows_that_the_one_before_was_its_last() -> None:

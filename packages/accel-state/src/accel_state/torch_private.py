@@ -12,7 +12,6 @@ import functools
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
@@ -80,18 +79,6 @@ def ring_attention_module() -> Any:
 def process_groups() -> Mapping[Any, Any]:
     """Return all existing process groups (torch/distributed/distributed_c10d.py)."""
     return torch.distributed.distributed_c10d._world.pg_map
-
-
-def not_views() -> AbstractContextManager[None]:
-    """Return a guard in which slices of a buffer are not "views" to autograd.
-
-    Each slice has its own version counter, so that an in-place change of one does not invalidate graphs that
-    use another; slicing is also cheaper (torch/csrc/autograd/python_variable.cpp, c10/core/DispatchKey.h).
-    """
-    torch_c: Any = torch._C
-    keys = torch_c.DispatchKeySet(torch_c.DispatchKey.AutogradFunctionality)
-    keys |= torch_c.DispatchKeySet(torch_c.DispatchKey.ADInplaceOrView)
-    return torch_c._ExcludeDispatchKeyGuard(keys)
 
 
 def run_uncompiled(function: F) -> F:

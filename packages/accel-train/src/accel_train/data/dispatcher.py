@@ -26,7 +26,7 @@ from accel_train.data.reading import (
     prefetch_batches,
     with_copies_started,
 )
-from accel_train.data.scatter import Receiver, Sender
+from accel_train.data.scatter import receive, send
 from accel_train.data.shards import BatchWithMeta
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class MainReading(EpochPass):
     def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
         if self._collectives.world_size == 1:
             return prefetch_batches((part for (part,) in self._parts()), start_copy)
-        return with_copies_started(Sender(self._parts(), self._collectives).pairs(), start_copy)
+        return with_copies_started(send(self._parts(), self._collectives), start_copy)
 
     def _parts(self) -> Iterator[list[BatchWithMeta | None]]:
         inner = self._inner = self._open_inner()  # an error in here reaches the other ranks
@@ -232,7 +232,7 @@ class RemoteReading(EpochPass):
         self._collectives = collectives
 
     def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
-        return with_copies_started(Receiver(self._collectives).pairs(), start_copy)
+        return with_copies_started(receive(self._collectives), start_copy)
 
     def advance(self, loaded: BatchWithMeta | None) -> None:
         """Do nothing: the main process counts."""
