@@ -96,3 +96,48 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
 
 
 PLAIN = {"blocking": True, "in_place": False}
+VALUES = 3  # the files of one state all say one number
+
+
+@mortal
+def overwrite(folder: str, moment: int | None, safe: bool, loads: bool) -> None:
+    """Load the only checkpoint, which is of one state, and overwrite it with that of the next number."""
+    accelerator = Accelerator(cpu=True)
+    model, registered = nn.Linear(VALUES, 1, bias=False), nn.Linear(VALUES, 1, bias=False)
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    accelerator.register_for_checkpointing(registered)
+    begun, held = Path(folder) / "begun", Path(folder) / "held"
+    number = float(begun.read_text())
+    if loads:
+        accelerator.load_state(f"{folder}/only")
+        (found,) = {*model.weight.unique().tolist(), *registered.weight.unique().tolist()}
+        assert float(held.read_text()) <= found <= number
+        held.write_text(str(found))
+    number += 1
+    begun.write_text(str(number))
+    with torch.no_grad():
+        model.weight.fill_(number)
+        registered.weight.fill_(number)
+    if moment is not None:
+        files.os = Killer(moment)
+    accelerator.save_state(f"{folder}/only", safe_serialization=safe)
+    held.write_text(str(number))
+
+
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.thorough)])
+def test_a_checkpoint_that_is_overwritten_is_the_old_or_the_new_one_at_every_moment(
+    memory: Path, step: int
+) -> None:
+    crowd, moment, kills = Crowd(shared_nursery(), 1), 0, 0
+    (memory / "begun").write_text("0")
+    crowd.run(overwrite, folder=str(memory), moment=None, safe=True, loads=False)
+    dies = True
+    while dies:  # at each change of the disk, until none is left
+        for loads in (True, False):  # what follows a death is a load, or at once the next save
+            how = {"folder": str(memory), "safe": moment % 2 == 0, "loads": loads}
+            dies = not crowd.run(overwrite, victim=0, moment=moment, **how)
+            kills += dies
+        moment += step
+    assert kills > 50 / step
+    assert crowd.run(overwrite, folder=str(memory), moment=None, safe=True, loads=True)
+    assert not list((memory / "only").glob(".*"))

@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from accel_plugins.kwargs import ProjectConfiguration
-from accel_state.errors import CheckpointError, CheckpointWriteError
+from accel_state.errors import CheckpointError
 from accel_train import Accelerator
-from accel_train.checkpoint import files as locks
-from accel_train.checkpoint import folder, layout, load
+from accel_train.checkpoint import files, folder, layout, load
 from accel_train.checkpoint.load import shortened
 from accel_train.checkpoint.single_files import save_custom_state
 
@@ -235,77 +234,9 @@ def other_process(script, *arguments):
     return process
 
 
-HOLD = """
-    import sys
-    from pathlib import Path
-    from accel_train.checkpoint import files as lock
-    held = lock.try_lock(Path(sys.argv[1]))
-    print(held is not None, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_lock_ends_with_its_process_however_that_dies(tmp_path):
-    path = tmp_path / "lock"
-    process = other_process(HOLD, path)
-    try:
-        assert locks.try_lock(path) is None
-        assert locks.holder(path).startswith(f"process {process.pid} on host ")
-    finally:
-        process.kill()
-        process.communicate()
-    held = locks.try_lock(path)
-    assert held is not None
-    assert locks.try_lock(path) is None
-    assert locks.holder(path) == "this process"
-    held.release()
-    held.release()
-    assert not path.exists()
-
-
-def test_a_lock_whose_file_is_removed_while_it_is_opened_is_tried_again(tmp_path, monkeypatch):
-    opened, failures = os.open, [FileNotFoundError(2, "No such file or directory")]
-
-    def open_(*arguments):
-        if failures:
-            raise failures.pop()
-        return opened(*arguments)
-
-    monkeypatch.setattr(os, "open", open_)
-    locks.try_lock(tmp_path / "lock").release()
-    with pytest.raises(FileNotFoundError):
-        locks.try_lock(tmp_path / "absent" / "lock")
-
-
-@pytest.mark.parametrize("numbered", [True, False])
-def test_another_job_in_the_folder_is_named_and_keeps_its_work(tmp_path, monkeypatch, told, numbered):
-    monkeypatch.setattr(folder, "_LOCK_TIMEOUT", 0.1)
-    run = Run(tmp_path if numbered else None)
-    target = tmp_path / "checkpoints" / "checkpoint_0" if numbered else tmp_path / "c"
-    if not numbered:
-        run.accelerator.save_state(target)
-    target.parent.mkdir(exist_ok=True)
-    process = other_process(HOLD, layout.lock_path(target) if numbered else layout.lock_inside(target))
-    other_staging = layout.staging_path(target, "0a") if numbered else layout.staging_inside(target, "0a")
-    other_staging.mkdir()
-    try:
-        with pytest.raises(
-            CheckpointWriteError, match=rf"process {process.pid} on host .* is saving to '.*'"
-        ):
-            run.accelerator.save_state(None if numbered else target)
-        assert other_staging.is_dir()
-        assert "Waiting until it is done" in told.text
-    finally:
-        process.kill()
-        process.communicate()
-    run.accelerator.save_state(None if numbered else target)
-    assert not other_staging.exists()
-    assert not list(target.parent.rglob(".*"))
-
-
 @pytest.fixture
 def windows(monkeypatch):
-    """Plant how Windows treats files: text mode, no locks, no deletion and no flush of some open ones."""
+    """Plant how Windows treats files: text mode, no deletion and no flush of some open ones."""
     fcntl = pytest.importorskip("fcntl")
     binary = 0o100000  # Linux ignores it
     opened, fsync, unlink, texts = os.open, os.fsync, os.unlink, []
@@ -331,7 +262,7 @@ def windows(monkeypatch):
     monkeypatch.setattr(os, "open", open_)
     monkeypatch.setattr(os, "fsync", fsync_)
     monkeypatch.setattr(os, "unlink", unlink_)
-    monkeypatch.setattr(locks, "fcntl", None)
+    monkeypatch.setattr(files, "_FLUSHED_AS", "r+b")
     return texts
 
 
@@ -383,7 +314,7 @@ SAVE = """
 """
 
 
-@pytest.mark.parametrize("loads", [10, pytest.param(30, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("loads", [30, pytest.param(300, marks=pytest.mark.thorough)])
 def test_loads_while_another_process_saves_into_the_folder_are_of_one_state(tmp_path, loads):
     path, run = tmp_path / "c", Run()
     run.accelerator.save_state(path)
@@ -393,7 +324,7 @@ def test_loads_while_another_process_saves_into_the_folder_are_of_one_state(tmp_
     reader.start()
     states, refusals = [], []
     try:
-        while len({*states}) < loads:
+        for _ in range(loads):
             assert process.poll() is None, "a reader has made a save fail"
             try:
                 run.accelerator.load_state(path)
@@ -408,79 +339,61 @@ def test_loads_while_another_process_saves_into_the_folder_are_of_one_state(tmp_
         reader.join()
         process.stdin.close()
         process.stdout.close()
+    run.accelerator.load_state(path)  # whatever the process was doing when it was killed
+    (value,) = run.values()
+    states.append(value)
     assert states == sorted(states)
-    assert len(saved) > loads
-    assert [text for text in refusals if "is repeatedly replaced by another process" not in text] == []
+    assert float(saved[-1]) <= value
+    replaced = ("is being replaced by another process", "was replaced while it was loaded")
+    assert [text for text in refusals if not any(part in text for part in replaced)] == []
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(tmp_path, monkeypatch):
+def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_refused(tmp_path, monkeypatch):
     path, run = tmp_path / "c", Run()
-    run.set(1.0)
     run.accelerator.save_state(path)
     run.set(2.0)
     run.accelerator.save_state(tmp_path / "next")
     open_file = load.CheckpointReader.open
 
     def replace_first(source, name, **options):
-        if name == "optimizer.bin":
-            assert "model.safetensors" in source.mapped
+        if name == "optimizer.bin" and (tmp_path / "next" / name).exists():
             for entry in (tmp_path / "next").iterdir():
                 os.replace(entry, path / entry.name)  # noqa: PTH105
         open_file(source, name, **options)
 
     monkeypatch.setattr(load.CheckpointReader, "open", replace_first)
     run.set(9.0)
+    with pytest.raises(CheckpointError, match="is being replaced by another process"):
+        run.accelerator.load_state(path)
+    assert run.values() == {9.0}
     run.accelerator.load_state(path)
     assert run.values() == {2.0}
 
 
-def test_a_checkpoint_that_is_replaced_whenever_it_is_opened_is_refused_after_a_while(tmp_path, monkeypatch):
-    path, run = tmp_path / "c", Run()
-    run.accelerator.save_state(path)
-    open_file, number = load.CheckpointReader.open, 0
-
-    def replace_first(source, name, **options):
-        nonlocal number
-        number += name == "optimizer.bin"
-        os.utime(path / layout.MANIFEST_NAME, (number, number))
-        open_file(source, name, **options)
-
-    monkeypatch.setattr(load.CheckpointReader, "open", replace_first)
-    monkeypatch.setattr(load, "_REPLACED_TIMEOUT", 0.2)
-    run.set(9.0)
-    with pytest.raises(CheckpointError, match="is repeatedly replaced by another process"):
-        run.accelerator.load_state(path)
-    assert run.values() == {9.0}
-    assert number > 1
-
-
-@pytest.mark.parametrize("living", [True, False])
-def test_a_reader_completes_what_a_dead_writer_has_left_and_nothing_else(tmp_path, living):
+@pytest.mark.parametrize("follows", ["load", "save"])
+def test_the_replacement_that_a_dead_process_has_begun_is_completed_by_what_follows(tmp_path, follows):
     path, run = tmp_path / "c", Run()
     run.set(1.0)
     run.accelerator.save_state(path)
     run.set(2.0)
-    run.accelerator.save_state(tmp_path / "next")
-    os.rename(tmp_path / "next", path / layout.COMMIT_NAME)  # noqa: PTH104 - as if the writer were here now
-    before = sorted(entry.name for entry in (path / layout.COMMIT_NAME).iterdir())
-    process = other_process(HOLD, layout.lock_inside(path)) if living else None
-    try:
-        if living:
-            with pytest.raises(CheckpointError, match=rf"process {process.pid} on host .* is replacing"):
-                folder.wait_until_replaced(path, timeout=0.1)
-            assert sorted(entry.name for entry in (path / layout.COMMIT_NAME).iterdir()) == before
-    finally:
-        if living:
-            process.kill()
-            process.communicate()
+    run.accelerator.save_state(tmp_path / "next", safe_serialization=False)
+    os.rename(tmp_path / "next", path / f"{layout.COMMIT_NAME}-1")  # noqa: PTH104 - where the writer died
+    (path / ".saving-12ab").mkdir()  # of one that died before
+    if follows == "save":
+        run.set(3.0)
+        run.accelerator.save_state(path)
+    run.set(9.0)
     run.accelerator.load_state(path)
-    assert run.values() == {2.0}
-    assert not [entry.name for entry in path.iterdir() if entry.name.startswith(".")]
+    assert run.values() == {2.0 if follows == "load" else 3.0}
+    assert not list(path.glob(f"{layout.COMMIT_NAME}*"))
+    kept = "pytorch_model.bin" if follows == "load" else "model.safetensors"
+    assert [name for name in ("pytorch_model.bin", "model.safetensors") if (path / name).exists()] == [kept]
 
 
 def test_a_folder_that_is_replaced_while_hooks_read_from_it_is_an_error(tmp_path):
     path, run, other = tmp_path / "c", Run(), Run()
     run.accelerator.save_state(path)
+    other.set(1.0)
 
     def hook(models, folder):
         assert folder == str(path)

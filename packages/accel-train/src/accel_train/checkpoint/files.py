@@ -1,20 +1,13 @@
-"""Write, hash and read the files of a checkpoint; flush folders to disk; lock out other writers.
-
-Locks are POSIX record locks. The system drops them when their process dies, whatever kills it; other hosts
-see them on network file systems; forked children (workers of data loaders) do not keep them.
-"""
+"""Write, hash and read the files of a checkpoint; flush folders to disk."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import io
-import logging
 import os
 import shutil
-import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -26,21 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from accel_state.errors import CheckpointWriteError
 from accel_state.files import libc
 from accel_state.remote import BLOCK_BYTES, READS, AnyPath, RemoteFile, RemotePath
 from accel_train.checkpoint.layout import FileRecord
 
 if TYPE_CHECKING:
     from accel_ops.weights.safetensors_io import SafetensorsFile
-
-
-try:
-    import fcntl
-except ImportError:  # Windows: only the threads of a process lock each other out
-    fcntl = None
-
-logger = logging.getLogger(__name__)
 
 
 def write_file(path: Path, write: Callable[[Any], object], *, to_disk: bool) -> FileRecord:
@@ -160,9 +144,11 @@ def record_of(path: AnyPath, *, to_disk: bool = False) -> FileRecord:
     return FileRecord(size=size, checksum=digest.hexdigest())
 
 
+_FLUSHED_AS = "r+b" if os.name == "nt" else "rb"  # Windows flushes no file that is open only for reading
+
+
 def _flush_file(path: Path) -> None:
-    mode = "rb" if fcntl is not None else "r+b"  # Windows flushes no file that is open only for reading
-    with path.open(mode, buffering=0) as file:
+    with path.open(_FLUSHED_AS, buffering=0) as file:
         os.fsync(file.fileno())
 
 
@@ -390,120 +376,3 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-_POLL = 0.02  # seconds between two attempts
-_HELD_BY_OTHERS = {errno.EACCES, errno.EAGAIN}
-# The process that holds each lock: record locks do not exclude their own process.
-_held: dict[str, int] = {}
-_guard = threading.Lock()
-
-
-def lock(path: Path, folder: Path, *, timeout: float) -> FolderLock:
-    """Take a lock; if another writer holds it, log that and wait.
-
-    Raises:
-        CheckpointWriteError: The timeout is over.
-        OSError: The file cannot be made.
-    """
-    deadline = time.monotonic() + timeout
-    held = try_lock(path)
-    if held is None:
-        problem = f"{holder(path)} is saving to {str(folder)!r}. Use a separate folder for each job"
-        logger.warning("%s. Waiting until it is done.", problem)
-        while held is None:
-            if time.monotonic() > deadline:
-                raise CheckpointWriteError(f"{problem}.")
-            time.sleep(_POLL)
-            held = try_lock(path)
-    return held
-
-
-def try_lock(path: Path) -> FolderLock | None:
-    """Take a lock; return `None` if another writer holds it, perhaps in this process.
-
-    The file exists while the lock is held, or after its holder died.
-    """
-    with _guard:
-        if _held.get(_key(path)) == os.getpid():
-            return None
-        if fcntl is None:
-            _held[_key(path)] = os.getpid()
-            return FolderLock(path, None)
-        while True:
-            try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            except FileNotFoundError:
-                if path.parent.is_dir():
-                    continue  # Linux may raise this while another process removes the file
-                raise
-            try:
-                if not _is_locked(descriptor, fcntl):
-                    os.close(descriptor)
-                    return None
-                if _is_at(path, descriptor):
-                    break
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)  # the holder before has removed the file
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode())
-        _held[_key(path)] = os.getpid()
-        return FolderLock(path, descriptor)
-
-
-class FolderLock:
-    """A lock that this process holds."""
-
-    def __init__(self, path: Path, descriptor: int | None) -> None:
-        self._path = path
-        self._descriptor = descriptor
-        self._is_released = False
-
-    def release(self) -> None:
-        """Release the lock; do nothing the second time."""
-        with _guard:
-            if self._is_released:
-                return
-            self._is_released = True
-            if self._descriptor is not None:
-                self._path.unlink(missing_ok=True)
-                os.close(self._descriptor)
-            _held.pop(_key(self._path), None)
-
-
-def holder(path: Path) -> str:
-    """Describe the holder of a lock."""
-    with _guard:
-        if _held.get(_key(path)) == os.getpid():  # closing the file after reading would drop the lock
-            return "this process"
-        try:
-            return path.read_text(encoding="utf-8").strip() or "another process"
-        except OSError:
-            return "another process"
-
-
-def _is_locked(descriptor: int, fcntl: Any) -> bool:
-    """Try to lock a file; on a file system without locks this always succeeds."""
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _HELD_BY_OTHERS:
-            return False
-        logger.debug(
-            "This file system has no locks (%s): two jobs that save to one folder are not detected.", error
-        )
-    return True
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether a path still leads to an open file."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def _key(path: Path) -> str:
-    return str(path.parent.resolve() / path.name)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
-import time
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from accel_ops.weights.layout import SAFETENSORS_SUFFIX
@@ -22,92 +19,42 @@ from accel_state.files import open_regular
 from accel_state.remote import AnyPath, RemotePath
 from accel_train.checkpoint import layout, stores
 from accel_train.checkpoint.files import (
-    FolderLock,
     flush_folder,
-    holder,
-    lock,
     make_folder,
     move,
     remove,
     sizes_of,
-    try_lock,
     write_file,
 )
 from accel_train.checkpoint.layout import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
-_POLL = 0.02  # seconds between two attempts
-_LOCK_TIMEOUT = 10.0  # seconds that a save waits for the save of another job
 
 
-@dataclass(frozen=True, slots=True)
-class Staging:
-    """The folder in which a checkpoint is written."""
-
-    path: AnyPath
-    lock: FolderLock | None = None
-
-    def discard(self) -> None:
-        """Remove the folder and release the lock; what was uploaded to a store stays for the next attempt."""
-        if isinstance(self.path, Path):
-            remove(self.path)
-        if self.lock is not None:
-            self.lock.release()
-
-
-def make_staging(target: AnyPath) -> Staging:
-    """Make the staging folder of a checkpoint, and remove stale files of processes that died.
+def make_staging(target: AnyPath) -> AnyPath:
+    """Make the folder in which a checkpoint is written, and remove stale ones of processes that died.
 
     Args:
         target: The folder of the checkpoint. If it exists, the staging folder is inside of it, and the new
             files replace those that its manifest lists when they are complete; other files in it stay.
 
     Raises:
-        CheckpointWriteError: Another job saves to this folder.
         OSError: The folder cannot be made.
     """
     if isinstance(target, RemotePath):
-        return Staging(stores.make_staging(target))
-    held = _lock_target(target)
-    try:
-        recover(target)
-        nonce = secrets.token_hex(4)
-        if target.is_dir():
-            staging = layout.staging_inside(target, nonce)
-            _clean(target, target)
-            named = target.absolute()  # "." has neither a name nor a parent
-            lock_file = layout.lock_path(named)
-            with contextlib.suppress(OSError):  # the parent folder may be read-only
-                parent_lock = try_lock(lock_file) if lock_file.exists() else None
-                if parent_lock is not None:
-                    _clean(named.parent, named)
-                    parent_lock.release()
-        else:
-            staging = layout.staging_path(target, nonce)
-            _clean(target.parent, target)
-        make_folder(staging)
-    except BaseException:
-        held.release()
-        raise
-    return Staging(staging, held)
-
-
-def _lock_target(target: Path) -> FolderLock:
+        return stores.make_staging(target)
     make_folder(target.parent)
-    while True:
-        exists = target.is_dir()
-        path = layout.lock_inside(target) if exists else layout.lock_path(target)
-        held = lock(path, target, timeout=_LOCK_TIMEOUT)
-        if target.is_dir() == exists:
-            return held
-        held.release()  # the holder before has made the folder
-
-
-def _clean(folder: Path, target: Path) -> None:
-    """Remove what processes that died have left of a checkpoint in a folder."""
-    for entry in folder.iterdir():
-        if _is_trash(entry, target):
-            remove(entry)
+    recover(target)
+    named = target.absolute()  # "." has neither a name nor a parent
+    for folder in (named, named.parent):
+        with contextlib.suppress(OSError):  # the parent folder may be read-only
+            for entry in folder.iterdir():
+                if _is_trash(entry, named):
+                    remove(entry)
+    nonce = secrets.token_hex(4)
+    staging = (layout.staging_inside if target.is_dir() else layout.staging_path)(target, nonce)
+    make_folder(staging)
+    return staging
 
 
 def _is_trash(entry: Path, target: Path) -> bool:
@@ -135,7 +82,7 @@ def commit(staging: AnyPath, target: AnyPath, manifest: Manifest, *, to_disk: bo
     if staging.parent != target:
         move(staging, target)
     else:
-        move(staging, target / layout.COMMIT_NAME)
+        move(staging, target / f"{layout.COMMIT_NAME}-{staging.name.rpartition('-')[2]}")
         if to_disk:
             flush_folder(target)
         recover(target)
@@ -144,28 +91,32 @@ def commit(staging: AnyPath, target: AnyPath, manifest: Manifest, *, to_disk: bo
         flush_folder(target.parent)
 
 
-def recover(target: Path) -> None:
-    """Complete the replacement of an older checkpoint by a process that died during it.
+def recover(target: AnyPath) -> None:
+    """Complete the replacement of an older checkpoint, which a process that died may have left half done.
 
-    Every step can be repeated. The old manifest goes after the files that only it lists, and the new one
-    comes last: mixed files are never taken for a checkpoint.
+    From the rename of its folder on the new checkpoint is the one that counts. Every step can be repeated,
+    also by two processes at once. The new manifest comes last.
+
+    Raises:
+        CheckpointError: The new manifest is damaged.
+        OSError: A file cannot be moved.
     """
-    source = target / layout.COMMIT_NAME
-    marker = source / layout.MANIFEST_NAME
-    if not marker.is_file():
-        remove(source)
+    if isinstance(target, RemotePath):
+        stores.recover(target)
         return
-    manifest = Manifest.from_text(marker.read_bytes(), marker)
-    for name in _listed_files(target) - set(manifest.files):
-        remove(target / name)
-    remove(target / layout.MANIFEST_NAME)
-    for name in manifest.files:
-        if (source / name).exists():
-            make_folder((target / name).parent)
-            move(source / name, target / name)
-    flush_folder(target)
-    move(marker, target / layout.MANIFEST_NAME)
-    remove(source)
+    for source in target.glob(f"{layout.COMMIT_NAME}*"):
+        marker = source / layout.MANIFEST_NAME
+        with contextlib.suppress(FileNotFoundError):  # without it, only the folder itself is left
+            manifest = Manifest.from_text(marker.read_bytes(), marker)
+            for name in _listed_files(target) - set(manifest.files):
+                remove(target / name)
+            for name in manifest.files:
+                make_folder((target / name).parent)
+                with contextlib.suppress(FileNotFoundError):  # it was moved before
+                    move(source / name, target / name)
+            flush_folder(target)
+            move(marker, target / layout.MANIFEST_NAME)
+        remove(source)
 
 
 def _listed_files(folder: Path) -> set[str]:
@@ -177,53 +128,14 @@ def _listed_files(folder: Path) -> set[str]:
     return set() if manifest is None else set(manifest.files)
 
 
-_REPLACE_TIMEOUT = 60.0  # seconds that a load waits for a living process to replace a checkpoint
-
-
-def wait_until_replaced(target: AnyPath, *, repair: bool = True, timeout: float = _REPLACE_TIMEOUT) -> None:
-    """Wait until no process is replacing the checkpoint in a folder.
-
-    Raises:
-        CheckpointError: A process is replacing it after the timeout, or the replacement is damaged.
-        OSError: A replacement cannot be completed.
-    """
-    deadline = time.monotonic() + timeout
-    while is_being_replaced(target):
-        if isinstance(target, RemotePath):
-            if repair:
-                stores.recover(target)
-            elif time.monotonic() > deadline:
-                raise CheckpointError(f"The checkpoint {str(target)!r} is being replaced: try again.")
-            else:
-                time.sleep(_POLL)
-            continue
-        path = layout.lock_inside(target)
-        held = try_lock(path) if repair else None
-        if held is not None:
-            try:
-                recover(target)
-            finally:
-                held.release()
-        elif time.monotonic() > deadline:
-            raise CheckpointError(f"{holder(path)} is replacing the checkpoint {str(target)!r}: try again.")
-        else:
-            time.sleep(_POLL)
-
-
-def is_being_replaced(target: AnyPath) -> bool:
-    """Return whether the files of a new checkpoint are replacing those of an older one."""
-    return (target / layout.COMMIT_NAME / layout.MANIFEST_NAME).is_file()
-
-
-def identity(target: AnyPath) -> tuple[int, ...] | None:
-    """Return an id of the checkpoint in a folder, which changes with it; `None` without a manifest."""
+def is_unchanged(target: AnyPath, manifest: Manifest | None) -> bool:
+    """Return whether a folder still holds the checkpoint whose manifest was read, and no newer one."""
+    if any((path / layout.MANIFEST_NAME).is_file() for path in target.glob(f"{layout.COMMIT_NAME}*")):
+        return False
     try:
-        if isinstance(target, RemotePath):
-            return ((target / layout.MANIFEST_NAME).version(),)
-        status = os.stat(target / layout.MANIFEST_NAME)  # noqa: PTH116 - one call gives all three
-    except OSError:
-        return None
-    return (status.st_ino, status.st_mtime_ns, status.st_size)
+        return read_manifest(target) == manifest
+    except CheckpointError:  # it cannot be read, and could not be before
+        return manifest is None
 
 
 def read_manifest(folder: AnyPath) -> Manifest | None:
@@ -341,7 +253,7 @@ def list_complete(project: AnyPath) -> list[int]:
     for iteration in numbers(project):
         folder = project / layout.numbered_name(iteration)
         try:
-            wait_until_replaced(folder, timeout=0)
+            recover(folder)
             check(folder)
         except (OSError, CheckpointError) as error:
             logger.warning("Skipped: %s", error)

@@ -33,11 +33,10 @@ POSITION_NAME = "data_position"
 MANIFEST_NAME = "accel_manifest.json"
 TRACKERS_NAME = "trackers.json"
 COMMIT_NAME = ".accel-commit"
-"""In a folder that is overwritten: a complete checkpoint whose files have yet to replace the old ones."""
+"""In a folder that is overwritten: a complete checkpoint whose files have yet to replace the old ones. On a
+disk, a number follows."""
 UPLOAD_NAME = ".accel-upload"
 """In a folder of an object store: what was uploaded of a checkpoint that is not complete yet."""
-LOCK_NAME = ".accel-lock"
-"""Locked by the process that saves into its folder; deleted when the save is done."""
 _SAVING = "saving-"
 _DELETING = "deleting-"
 _STALE = re.compile(rf"(\.(.+))?\.({_SAVING}|{_DELETING})[0-9a-f]+")
@@ -179,23 +178,6 @@ def staging_path(target: Path, nonce: str) -> Path:
 def staging_inside(target: Path, nonce: str) -> Path:
     """Return the staging folder of a checkpoint in an existing folder."""
     return target / f".{_SAVING}{nonce}"
-
-
-def lock_inside(target: Path) -> Path:
-    """Return the lock of writers into an existing folder."""
-    return target / LOCK_NAME
-
-
-def lock_path(target: Path) -> Path:
-    """Return the lock of writers of a new folder; numbered checkpoints of a project share it.
-
-    Example:
-        >>> lock_path(Path("run/checkpoint_3")).name, lock_path(Path("run/best")).name
-        ('.accel-lock', '.best.accel-lock')
-    """
-    return target.with_name(
-        LOCK_NAME if iteration_of(target.name) is not None else f".{target.name}{LOCK_NAME}"
-    )
 
 
 def trash_path(target: Path, nonce: str) -> Path:

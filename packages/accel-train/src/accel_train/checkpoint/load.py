@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import tempfile
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -47,13 +46,12 @@ from accel_train.checkpoint.contents import (
 )
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.files import HashedBytes, HashedReader, record_of, record_of_mapping
-from accel_train.checkpoint.folder import SMALL, complete_everywhere, identity, is_being_replaced
+from accel_train.checkpoint.folder import SMALL, complete_everywhere, is_unchanged
 from accel_train.checkpoint.layout import FileRecord, Manifest, shares
 from accel_train.checkpoint.staging import location_of, read_object
 
 logger = logging.getLogger(__name__)
 WHAT = "load_state()"
-_REPLACED_TIMEOUT = 60.0  # seconds during which a checkpoint that is replaced while opened is opened again
 
 
 def load(
@@ -78,7 +76,7 @@ def load(
         except RuntimeError as error:
             error.args = (shortened(str(error)),)
             raise
-        if not source.is_open and not source.is_unchanged():
+        if not source.is_open and not is_unchanged(source.folder, source.manifest):
             raise CheckpointError(
                 f"{str(source.folder)!r} was replaced while it was loaded, so the loaded state may mix "
                 "two checkpoints. Call load_state() again."
@@ -172,8 +170,11 @@ def _find_candidates(run: CheckpointContext, asked: str | None) -> LoadProposal:
             if asked is None:
                 complete = folders.list_complete(run.numbered)
             following = max(folders.numbers(run.numbered), default=-1) + 1
-        if asked is not None and not any_path(asked, "load_state(input_dir)").is_dir():
-            return LoadProposal(asked=asked, problem=f"there is no folder {asked!r}")
+        if asked is not None:
+            requested = any_path(asked, "load_state(input_dir)")
+            if not requested.is_dir():
+                return LoadProposal(asked=asked, problem=f"there is no folder {asked!r}")
+            folders.recover(requested)
         return LoadProposal(asked=asked, complete=complete, following=following)
     except (OSError, CheckpointError) as error:
         return LoadProposal(asked=asked, problem=f"{error}")
@@ -199,9 +200,7 @@ def open_newest_complete(
     """
     problems: list[str] = []
     for folder in candidates:
-        deadline = time.monotonic() + _REPLACED_TIMEOUT
-        while (source := _attempt(run, folder, options, deadline)) is None:
-            logger.debug("%s was replaced while it was opened.", folder)
+        source = _attempt(run, folder, options)
         if isinstance(source, CheckpointReader):
             return source
         problems.append(source)
@@ -215,12 +214,10 @@ def first_problem(problems: Iterable[str]) -> str:
     return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), "")
 
 
-def _attempt(
-    run: CheckpointContext, folder: AnyPath, options: Mapping[str, Any], deadline: float
-) -> CheckpointReader | str | None:
-    """Open a checkpoint; return its problem, or `None` if it was replaced meanwhile."""
+def _attempt(run: CheckpointContext, folder: AnyPath, options: Mapping[str, Any]) -> CheckpointReader | str:
+    """Open a checkpoint; return its problem, if there is one."""
     # 1. Find the checkpoint, and map the weights.
-    source, absent, blocked = _locate(run, folder, options)
+    source, absent = _locate(run, folder, options)
     concurrent, remaining = _to_verify(run, source)
     has_models, failure = (False, None) if absent else _result_or_error(_open_models, run, source)
     # 2. Read all other files, while a thread verifies those that are not hashed by reading them.
@@ -231,18 +228,18 @@ def _attempt(
             source = replace(source, is_open=has_models and has_others)
         damaged = absent or _verify(source, remaining) or (damage and damage.result()) or ""
     # 3. Agree on one undamaged checkpoint.
-    damages = _exchange(run, source, damaged, deadline, blocked=blocked)
-    if damages is None or damages:
+    damages = _exchange(run, source, damaged)
+    if damages:
         return damages
     # 4. Agree that every rank could read it.
     is_known = isinstance(failure, (OSError, CheckpointError))
     problem = "" if failure is None else str(failure) if is_known else repr(failure)
-    problems = _exchange(run, source, problem, deadline)
+    problems = _exchange(run, source, problem)
     if failure is not None and not is_known:
         raise failure
     if problems and source.manifest is not None:  # the checkpoint is complete, and is of other objects
         raise CheckpointError(problems)
-    return source if problems == "" else problems
+    return problems or source
 
 
 def _result_or_error(
@@ -269,7 +266,6 @@ class CheckpointReader:
         mapped: The safetensors files that are mapped.
         mappable: Whether other files are mapped, by name.
         is_open: Whether `opened` has all files that are needed.
-        stamp: The folder's `identity` when it was verified.
     """
 
     folder: AnyPath
@@ -284,14 +280,6 @@ class CheckpointReader:
     mapped: dict[str, SafetensorsFile] = field(default_factory=dict[str, SafetensorsFile])
     mappable: dict[str, bool] = field(default_factory=dict[str, bool])
     is_open: bool = False
-    stamp: tuple[int, ...] | None = None
-
-    def is_unchanged(self) -> bool:
-        """Return whether the folder has held the same checkpoint since it was verified."""
-        try:
-            return self.stamp == identity(self.folder) and not is_being_replaced(self.folder)
-        except OSError:  # a store that cannot be reached any more; the digests have been compared
-            return True
 
     def hashes(self, name: str) -> bool:
         """Return whether `open` hashes a file while it reads it; it reads no mapped file and no shard."""
@@ -422,14 +410,12 @@ def _read_weights(path: AnyPath, file: HashedReader | HashedBytes) -> dict[str, 
 
 def _locate(
     run: CheckpointContext, folder: AnyPath, options: Mapping[str, Any]
-) -> tuple[CheckpointReader, str, bool]:
-    """Return a checkpoint, the problem of its folder, and whether it is being replaced."""
-    manifest, stamp, problem, blocked = None, None, "", True
+) -> tuple[CheckpointReader, str]:
+    """Return a checkpoint, and the problem of its folder."""
+    manifest, problem = None, ""
     try:
-        folders.wait_until_replaced(folder, repair=run.commits)
-        blocked = False
-        stamp = folders.identity(folder)
-        manifest = folders.check(folder)
+        manifest = folders.read_manifest(folder)
+        folders.check(folder)
     except (OSError, CheckpointError) as error:
         problem = str(error)
     source = CheckpointReader(
@@ -438,10 +424,9 @@ def _locate(
         rank=run.rank,
         world_size=run.runtime.topology.world_size,
         device=run.runtime.device,
-        stamp=stamp,
         **options,
     )
-    return source, problem, blocked
+    return source, problem
 
 
 def _open_models(run: CheckpointContext, source: CheckpointReader) -> bool:
@@ -498,26 +483,16 @@ def _verify(source: CheckpointReader, names: Sequence[str]) -> str:
     return ""
 
 
-def _exchange(
-    run: CheckpointContext, source: CheckpointReader, problem: str, deadline: float, *, blocked: bool = False
-) -> str | None:
-    """Return the first problem of all ranks; `None` if the checkpoint was replaced while they opened it.
-
-    Raises:
-        CheckpointError: It was replaced, and the deadline of a rank is over: all ranks stop together.
-    """
+def _exchange(run: CheckpointContext, source: CheckpointReader, problem: str) -> str:
+    """Return the first problem of all ranks, or that the checkpoint was replaced while they opened it."""
     text = "" if source.manifest is None else source.manifest.to_text()
     digest = xxhash.xxh3_64(text.encode()).hexdigest() if text else ""
-    view = digest, blocked or source.is_unchanged(), time.monotonic() > deadline, problem
-    digests, unchanged, late, problems = zip(*run.main.exchange(WHAT, view), strict=True)
+    view = digest, is_unchanged(source.folder, source.manifest), problem
+    digests, unchanged, problems = zip(*run.main.exchange(WHAT, view), strict=True)
     is_shared = not run.project.save_on_each_node
     if all(unchanged) and not (is_shared and len({*digests} - {""}) > 1):
         return first_problem(problems)
-    if any(late):
-        raise CheckpointError(
-            f"{str(source.folder)!r} is repeatedly replaced by another process. Try again later."
-        )
-    return None
+    return f"{str(source.folder)!r} is being replaced by another process. Call load_state() again."
 
 
 def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ from accel_train.checkpoint.contents import (
 )
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.files import make_folder, record_of, remove, sizes_in, write_file
-from accel_train.checkpoint.folder import Staging, commit, delete, list_complete, to_prune
+from accel_train.checkpoint.folder import commit, delete, list_complete, to_prune
 from accel_train.checkpoint.layout import FileRecord, Manifest
 from accel_train.checkpoint.staging import HostStaging
 from accel_train.checkpoint.stores import UploadJournal
@@ -80,7 +80,7 @@ def save(
     )
     main, agreement = run.main, run.background
     try:
-        path, staging, has_hooks = _agree(run, request, target, main)
+        path, has_hooks = _agree(run, request, target, main)
     except AbsentRankError as error:
         if run.rank > 0:
             run.project.iteration += run.is_automatic
@@ -93,14 +93,19 @@ def save(
             error,
         )
         main = agreement = SingleProcess()
-        path, staging, has_hooks = _agree(run, request, target, main)
+        path, has_hooks = _agree(run, request, target, main)
     try:
-        task = _write_task(run, request, target, path, staging, world_size=agreement.world_size)
+        task = _write_task(run, request, target, path, world_size=agreement.world_size)
         return _save(run, request, task, agreement, hooks_end=main if has_hooks else SingleProcess())
     except BaseException:
-        if staging is not None:
-            staging.discard()
+        discard(path if run.commits else None)
         raise
+
+
+def discard(staging: AnyPath | None) -> None:
+    """Remove a staging folder; what was uploaded to a store stays for the next attempt."""
+    if isinstance(staging, Path):
+        remove(staging)
 
 
 @frozen
@@ -154,12 +159,8 @@ def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None)
 
 def _agree(
     run: CheckpointContext, request: SaveRequest, target: AnyPath, agreement: Agreement
-) -> tuple[AnyPath, Staging | None, bool]:
-    """Agree with all ranks on the request.
-
-    Returns:
-        The path to write to, the staging folder made here, and whether any rank has hooks.
-    """
+) -> tuple[AnyPath, bool]:
+    """Agree with all ranks on the request; return the path to write to, and whether any rank has hooks."""
     staging, proposal = (
         _make_staging(request, target) if run.commits else (None, SaveProposal(request=request))
     )
@@ -181,31 +182,24 @@ def _agree(
                 kind = SettingsError if proposal.exists else CheckpointWriteError
                 raise kind(f"rank {rank}: {proposal.problem}")
     except BaseException:
-        if staging is not None:
-            staging.discard()
+        discard(staging)
         raise
     path = any_path(proposals[run.committer].staging, "the staging folder")
-    return path, staging, any(proposal.has_hooks for proposal in proposals)
+    return path, any(proposal.has_hooks for proposal in proposals)
 
 
-def _make_staging(request: SaveRequest, target: AnyPath) -> tuple[Staging | None, SaveProposal]:
+def _make_staging(request: SaveRequest, target: AnyPath) -> tuple[AnyPath | None, SaveProposal]:
     """Make the staging folder; return it, and what this rank proposes."""
     try:
         existing = _refuse_existing(request, target)
         if existing is not None:
             return None, existing
         staging = folder.make_staging(target)
-    except CheckpointWriteError as error:
-        return None, SaveProposal(request=request, problem=str(error))
     except (OSError, CheckpointError) as error:
         name = getattr(error, "filename", None) or target
         reason = getattr(error, "strerror", None) or str(error)
         return None, SaveProposal(request=request, problem=f"{str(name)!r} could not be created: {reason}")
-    existing = _refuse_existing(request, target)
-    if existing is not None:  # another job was faster
-        staging.discard()
-        return None, existing
-    return staging, SaveProposal(request=request, staging=str(staging.path))
+    return staging, SaveProposal(request=request, staging=str(staging))
 
 
 def _refuse_existing(request: SaveRequest, target: AnyPath) -> SaveProposal | None:
@@ -226,7 +220,6 @@ def _write_task(
     request: SaveRequest,
     target: AnyPath,
     path: AnyPath,
-    staging: Staging | None,
     *,
     world_size: int,
 ) -> WriteTask:
@@ -246,7 +239,6 @@ def _write_task(
         to_disk=request.to_disk,
         manifest=Manifest(world_size=world_size, step=step, iteration=request.iteration),
         folders=tuple(folders_of(run)),
-        made=staging,
         hook_folder=path if isinstance(path, Path) else Path(tempfile.mkdtemp(prefix="accel-hooks-")),
     )
 
@@ -332,8 +324,8 @@ def _save(
             commit_when_written(job, write_parts(job, parts), agreement)
         finally:
             parts.clear()
-            if job.made is not None:
-                job.made.discard()
+            if job.rank == job.committer:
+                discard(job.staging)
 
     # 1. Write the files, or copy their states to host memory.
     saving = Saving(str(job.target), work)
@@ -372,7 +364,6 @@ class WriteTask:
         to_disk: Whether everything must be on disk before the checkpoint is committed.
         manifest: The manifest, still without files.
         folders: The folders to which all ranks write; each needs an index.
-        made: On the committer, the staging folder with its lock, to discard what is not committed.
         hook_folder: Where hooks write: `staging`, or a folder of this machine where that is on a store.
     """
 
@@ -385,7 +376,6 @@ class WriteTask:
     to_disk: bool
     manifest: Manifest
     folders: tuple[str, ...] = ()
-    made: Staging | None = None
 
 
 @dataclass(slots=True)
@@ -448,17 +438,16 @@ def commit_when_written(job: WriteTask, report: WriteResult, agreement: Agreemen
     errors = [report.error for report in reports if report.error is not None]
     # 2. Commit it, or remove it.
     problem = ""
-    if job.made is not None and not errors:
+    if job.rank == job.committer and not errors:
         problem = _commit(
             job, {rank: report for rank, report in enumerate(reports) if report.committer == job.rank}
         )
-    if job.made is not None:
-        job.made.discard()  # before another rank may return
+    if job.rank == job.committer:
+        discard(job.staging)  # before another rank may return
     # 3. Return on every rank when it is committed.
     errors += filter(None, agreement.exchange(WHAT, problem, last=True))
     if errors:
-        if isinstance(job.staging, Path):  # of a host that does not share the committer's folder
-            remove(job.staging)
+        discard(job.staging)  # of a host that does not share the committer's folder
         raise CheckpointWriteError(
             f"There is no new checkpoint at {str(job.target)!r}: {'; '.join(errors)}. "
             "Older ones are unchanged."
