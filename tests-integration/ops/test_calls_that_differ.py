@@ -66,7 +66,7 @@ def refused(call: Callable[[], Any]) -> str:
 def test_all_pairs_of_calls_on_two_ranks() -> None:
     state = PartialState(cpu=True)
     for pair in permutations(calls().values(), 2):
-        assert "rank 0" in refused(pair[state.process_index])
+        assert "The processes call" in refused(pair[state.process_index])
     assert reduce(torch.ones(2), "sum").tolist() == [2.0, 2.0]
     assert gather(torch.ones(2)).tolist() == [1.0] * 4
 
@@ -89,14 +89,15 @@ def test_a_call_that_was_made_before_is_compared_again() -> None:
         reduce([torch.ones(3)], "sum")
         reduce([torch.ones(4)], "sum")
     message = refused(lambda: reduce([torch.ones(3 + rank)], "sum"))
-    assert "data[0]: rank 0 has float32[3], rank 1 has float32[4]" in message
+    assert [row.split()[-1] for row in message.splitlines()[-2:]] == ["float32[3]", "float32[4]"]
 
 
 @distributed(world_size=2)
 def test_the_refusal_names_the_calls() -> None:
     rank = PartialState(cpu=True).process_index
     message = refused(lambda: reduce(torch.ones(1), ("sum", "mean")[rank], scale=2))
-    assert "rank 0 calls `reduce('sum', scale=2.0)`, rank 1 calls `reduce('mean', scale=2.0)`" in message
+    for name, row in zip(("sum", "mean"), message.splitlines()[-2:], strict=True):
+        assert f"reduce('{name}', scale=2.0)" in row
 
 
 @distributed(world_size=2)

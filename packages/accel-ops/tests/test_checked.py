@@ -14,9 +14,7 @@ from accel_ops import (
     pad_across_processes,
     reduce,
 )
-from accel_ops.collectives import broadcast_from, chained_operation, verify_operation
-from accel_state.errors import StalledCollectiveError
-from accel_state.rank_status import Call, explain
+from accel_state.runtime import current
 
 HERE = Path(__file__).name
 X = torch.ones(2, 3)
@@ -30,7 +28,7 @@ def refusal(world, *calls) -> str:
             calls[rank]()
         return str(error.value)
 
-    first, *others = world(len(calls), debug=True).run(body)
+    first, *others = world(len(calls)).run(body)
     assert all(other == first for other in others)
     return first
 
@@ -45,7 +43,7 @@ def test_different_operations_are_an_error_on_every_rank_with_a_table(world) -> 
     assert [row.split()[0] for row in rows] == ["0", "1", "2"]
     assert all(f"{HERE}:" in row for row in rows)
     assert "gather" in rows[0]
-    assert "reduce ('sum'" in rows[1]
+    assert "reduce('sum', scale=1.0)" in rows[1]
     assert all("data['x']: float32[2, 3]" in row for row in rows)
 
 
@@ -62,7 +60,7 @@ def test_different_operations_are_an_error_on_every_rank_with_a_table(world) -> 
 )
 def test_data_that_does_not_fit_is_shown_leaf_by_leaf(world, call, other) -> None:
     message = refusal(world, lambda: call({"a": torch.ones(1), "x": X}), lambda: call(other))
-    assert "data that does not fit" in message
+    assert "data that differs" in message
     assert "data['x']: float32[2, 3]" in message
     assert "data['a']" not in message
     key = list(other)[-1]
@@ -89,69 +87,28 @@ def test_calls_that_agree_go_through(world) -> None:
             pad_across_processes(torch.ones(1 + rank)).tolist(),
         ]
 
-    for rank, found in enumerate(world(2, debug=True).run(body)):
+    for rank, found in enumerate(world(2).run(body)):
         assert found == [[1, 1, 1], [2], [1], [0, 1], [0], [1, rank]]
 
 
 def test_the_same_wrong_leaf_everywhere_is_an_ordinary_type_error(world) -> None:
-    for error in world(2, debug=True).run(lambda rank: gather({"x": "text"})):
+    for error in world(2).run(lambda rank: gather({"x": "text"})):
         assert isinstance(error, TypeError)
 
 
-def test_without_debug_mode_no_call_sites_are_compared(world) -> None:
-    ranks = world(2)
-    ranks.run(lambda rank: reduce(X))
-    assert ranks.messages == ["all_gather_object", "all_reduce"]
+def test_in_debug_mode_a_barrier_compares_calls_as_well(world) -> None:
+    def body(rank: int) -> str:
+        with pytest.raises(DistributedOperationException) as error:
+            current().barrier() if rank == 0 else gather(X)
+        return str(error.value)
+
+    for message in world(2, debug=True).run(body):
+        assert "wait_for_everyone()" in message
+        assert "gather" in message
 
 
-def test_a_table_of_many_leaves_is_cut() -> None:
-    many = tuple((f"[{i}]", "float32", (i,)) for i in range(20))
-    message = explain(
-        [Call(where="a.py:1", operation="gather", leaves=many), Call(where="b.py:2", operation="reduce")]
-    )
-    assert "data[5]: float32[5]; and 14 more" in message
-    assert message.splitlines()[-1].split() == ["1", "b.py:2", "reduce", "no", "tensors"]
-
-
-def test_decorated_collectives_are_compared_and_name_their_callers(world) -> None:
-    @verify_operation
-    def count(tensor, scale=1):
-        return tensor.shape[0] * scale
-
-    @chained_operation
-    def outer(tensor):
-        return count(tensor)
-
-    def body(rank: int) -> tuple[int, str, str]:
-        equal = count(tensor=X, scale=2)
-        with pytest.raises(DistributedOperationException) as inner:
-            count(torch.ones(2 + rank))
-        with pytest.raises(DistributedOperationException) as chained:
-            outer(torch.ones(2 + rank))
-        assert isinstance(chained.value.__cause__, DistributedOperationException)
-        return equal, str(inner.value), str(chained.value)
-
-    results = world(2, debug=True).run(body)
-    assert results[0] == results[1]
-    assert results[0][0] == 4
-    assert "float32[3]" in results[0][1]
-    assert "outer" in results[0][2]
-    assert outer(X) == 2
-
-
-def test_an_error_of_a_decorated_function_keeps_its_class() -> None:
-    @chained_operation
-    def stall() -> None:
-        raise StalledCollectiveError("rank 1 is at train.py:8")
-
-    with pytest.raises(TimeoutError, match="stall"):
-        stall()
-
-
-def test_a_broadcast_takes_its_source_by_another_name(world) -> None:
-    def body(rank: int) -> float:
-        tensor = torch.tensor([float(rank)])
-        assert broadcast_from(tensor, src=1) is tensor
-        return tensor.item()
-
-    assert world(2).run(body) == [1.0, 1.0]
+def test_the_leaves_of_a_table_are_cut(world) -> None:
+    many = [torch.ones(i) for i in range(9)]
+    message = refusal(world, lambda: gather(many), lambda: reduce([]))
+    assert "data[5]: float32[5]; and 3 more" in message
+    assert message.splitlines()[-1].split()[-3:] == ["reduce('mean',", "scale=1.0)", "-"]

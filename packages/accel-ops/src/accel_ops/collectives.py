@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import pickle
-from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import wraps
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from accel_ops.tree import recursively_apply, stray_leaf, walk
-from accel_state.collectives import Collectives, ReduceOp
+from accel_state.collectives import Collectives, ReduceOp, agree
 from accel_state.device_kinds import WITHOUT_STORAGE, runtime_module
-from accel_state.errors import DistributedOperationException
-from accel_state.rank_status import Description, compare_calls
 from accel_state.runtime import Runtime, current_or_single
 
 T = TypeVar("T")
@@ -35,11 +32,10 @@ _REDUCTIONS: dict[str, ReduceOp] = {
 LARGE = 1 << 20
 """Bytes from which a leaf is sent separately without a copy: a copy would cost more than a message."""
 
-MAX_SHOWN = 8  # differing leaves that a message lists
 MAX_SENT_ALONG = 512  # bytes of pickled objects that are sent with the description of the call
 
 
-def gather(tensor: T, *, same_shapes: bool = False) -> T:
+def gather(tensor: T) -> T:
     """Concatenate every tensor of nested data over all processes, along dimension 0, in rank order.
 
     Sizes of dimension 0 may differ between the processes and may be 0; dtypes and the other dimensions must
@@ -47,8 +43,6 @@ def gather(tensor: T, *, same_shapes: bool = False) -> T:
 
     Args:
         tensor: Tensors nested in lists, tuples, named tuples, mappings and dataclasses.
-        same_shapes: All shapes are known to be equal on all processes and are not exchanged. If they are not
-            equal, the result is undefined.
 
     Returns:
         The same structure on every process: a tensor of shape `(n, ...)` becomes `(sum of all n, ...)`, a 0-d
@@ -65,26 +59,13 @@ def gather(tensor: T, *, same_shapes: bool = False) -> T:
         {'loss': tensor([1.])}
     """
     runtime = current_or_single()
-    ranks = runtime.collectives
     if _is_alone(runtime):
         return tensor
-    if runtime.debug:
-        detail = f"same_shapes={same_shapes}"
-        compare_in_debug_mode(ranks, "gather", tensor, detail=detail, rows_differ=not same_shapes)
-    leaves = _leaves(tensor, "gather", runtime.device)
-    own = [len(leaf) if leaf.dim() else 1 for leaf in leaves.values()]
-    by_rank = [own] * ranks.world_size
-    if not same_shapes:
-        facts = {
-            path: describe(leaf.dtype, ("*", *leaf.shape[1:]) if leaf.dim() else ())
-            for path, leaf in leaves.items()
-        }
-        by_rank = agree(ranks, "gather", facts, own, shown=_described(leaves))
-    rows = dict(zip(leaves, zip(*by_rank, strict=True), strict=True))
+    leaves, rows = _agree(runtime, "gather", tensor, rows_differ=True)
     results: dict[str, Tensor] = {}
     with torch.no_grad():
-        for paths in _messages(leaves, {path: max(counts) for path, counts in rows.items()}):
-            results |= _gather(ranks, {path: leaves[path] for path in paths}, rows)
+        for paths in _messages(leaves, rows):
+            results |= _gather(runtime.collectives, leaves, paths, rows)
     return _rebuild(tensor, results)
 
 
@@ -107,11 +88,11 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - the documented name
     runtime = current_or_single()
     if runtime.collectives.world_size == 1:
         return object
-    if runtime.debug:
-        compare_in_debug_mode(runtime.collectives, "gather_object")
-    if not isinstance(object, (list, tuple)):
+    kind = "list" if isinstance(object, (list, tuple)) else type(object).__name__
+    parts = agree(runtime.collectives, "gather_object()", {"": kind}, object)
+    if kind != "list":
         raise TypeError(f"gather_object concatenates lists, not a {type(object)}. Pass [object] instead.")
-    return [item for part in runtime.collectives.all_gather_object(object) for item in part]
+    return [item for part in parts for item in part]
 
 
 def broadcast(tensor: T, from_process: int = 0) -> T:
@@ -139,12 +120,9 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
     if ranks.world_size == 1:
         return tensor
     _check_source(from_process, ranks)
-    if runtime.debug:
-        compare_in_debug_mode(ranks, "broadcast", tensor, detail=f"from_process={from_process}")
-    leaves = _leaves(tensor, "broadcast", runtime.device)
     if _is_alone(runtime):
         return tensor
-    agree(ranks, f"broadcast(from_process={from_process})", _described(leaves))
+    leaves, _ = _agree(runtime, f"broadcast(from_process={from_process})", tensor)
     targets = dict(walk(tensor))
     with torch.no_grad():
         for paths in _messages(leaves):
@@ -157,11 +135,6 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
                 if target.device.type in WITHOUT_STORAGE or target.data_ptr() != part.data_ptr():
                     target.copy_(part)
     return tensor
-
-
-def broadcast_from(data: T, src: int = 0) -> T:
-    """Call `broadcast`; the argument is named as in a private function that programs use."""
-    return broadcast(data, src)
 
 
 def broadcast_object_list(object_list: T, from_process: int = 0) -> T:
@@ -185,15 +158,14 @@ def broadcast_object_list(object_list: T, from_process: int = 0) -> T:
     if ranks.world_size == 1:
         return object_list
     _check_source(from_process, ranks)
-    if runtime.debug:
-        compare_in_debug_mode(ranks, "broadcast_object_list", detail=f"from_process={from_process}")
-    if not isinstance(object_list, list):
-        raise TypeError(f"broadcast_object_list fills a list in place, but got a {type(object_list)}.")
+    kind = f"{len(object_list)} objects" if isinstance(object_list, list) else type(object_list).__name__
     small: bytes | None = None
     if ranks.rank == from_process and len(content := pickle.dumps(object_list)) <= MAX_SENT_ALONG:
         small = content
     call = f"broadcast_object_list(from_process={from_process})"
-    sent = agree(ranks, call, {"": f"{len(object_list)} objects"}, small)[from_process]
+    sent = agree(ranks, call, {"": kind}, small)[from_process]
+    if not isinstance(object_list, list):
+        raise TypeError(f"broadcast_object_list fills a list in place, but got a {type(object_list)}.")
     if sent is None:
         ranks.broadcast_object_list(object_list, from_process)
     elif ranks.rank != from_process:
@@ -232,12 +204,8 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
         )
     runtime = current_or_single()
     ranks, op, is_alone = runtime.collectives, _REDUCTIONS[reduction], _is_alone(runtime)
-    if runtime.debug and ranks.world_size > 1:
-        compare_in_debug_mode(ranks, "reduce", tensor, detail=f"{reduction!r}, scale={scale!r}")
-    leaves = _leaves(tensor, "reduce", None if ranks.world_size == 1 else runtime.device)
-    if not is_alone:
-        name = op if reduction == "none" else reduction
-        agree(ranks, f"reduce({name!r}, scale={float(scale)!r})", _described(leaves))
+    name = op if reduction == "none" else reduction
+    leaves, _ = _agree(runtime, f"reduce({name!r}, scale={float(scale)!r})", tensor)
     for path, leaf in leaves.items():
         if leaf.dtype.is_complex and op != "sum":
             raise TypeError(
@@ -262,65 +230,33 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
     return _rebuild(tensor, results)
 
 
-def agree(
-    ranks: Collectives,
-    call: str,
-    facts: Mapping[str, str],
-    value: Any = None,
-    *,
-    shown: Mapping[str, str] | None = None,
-) -> list[Any]:
-    """Compare the calls of all ranks, and exchange a value with each; over the host.
+def _agree(
+    runtime: Runtime, call: str, data: Any, *, rows_differ: bool = False
+) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
+    """Compare the calls of all ranks, and return the tensors by path as they are sent.
 
     Args:
-        ranks: The collectives of the run.
-        call: The operation and its arguments besides the data, such as `"reduce('sum', scale=1.0)"`.
-        facts: What must agree of the data, by path.
-        value: What the other ranks get to know.
-        shown: What a message shows of the data, by path; the facts, if `None`.
+        runtime: The runtime of this process.
+        call: The operation and its other arguments.
+        data: The nested data.
+        rows_differ: Sizes of dimension 0 need not agree.
 
     Returns:
-        The values of all ranks.
-
-    Raises:
-        DistributedOperationException: The calls or facts differ. Every rank raises it, with the differences.
+        The tensors by path, contiguous, on the device of the run, and in the same order on every rank; and if
+        rows differ, how many every rank has of each.
     """
-    text = repr((call, sorted(facts.items())))
-    own = hashlib.blake2b(text.encode(), digest_size=8).digest(), value
-    digests, values = zip(*ranks.all_gather_object(own), strict=True)
-    if len({*digests}) == 1:
-        return [*values]
-    calls, described, texts = zip(*ranks.all_gather_object((call, facts, shown or facts)), strict=True)
-    if len({*calls}) > 1:
-        listed = ", ".join(f"rank {rank} calls `{other}`" for rank, other in enumerate(calls))
-        raise DistributedOperationException(f"The ranks call different collectives: {listed}.")
-    paths = dict.fromkeys(path for of_rank in described for path in of_rank)
-    differing = [path for path in paths if len({of_rank.get(path) for of_rank in described}) > 1]
-    lines = [
-        f"  data{path}: "
-        + ", ".join(f"rank {rank} has {of_rank.get(path, 'nothing')}" for rank, of_rank in enumerate(texts))
-        for path in differing[:MAX_SHOWN]
-    ]
-    if len(differing) > MAX_SHOWN:
-        lines.append(f"  and {len(differing) - MAX_SHOWN} more")
-    raise DistributedOperationException(
-        f"`{call}` needs the same structure on every rank. These leaves differ:\n" + "\n".join(lines)
-    )
-
-
-def describe(dtype: torch.dtype, shape: Sequence[Any]) -> str:
-    """Describe a leaf, such as `float32[2, 3]`."""
-    return f"{str(dtype).removeprefix('torch.')}{[*shape]}"
-
-
-def _described(leaves: Mapping[str, Tensor]) -> dict[str, str]:
-    return {path: describe(leaf.dtype, leaf.shape) for path, leaf in leaves.items()}
-
-
-def _leaves(data: Any, operation: str, device: torch.device | None) -> dict[str, Tensor]:
-    """Return the tensors by path, in the same order on every rank, contiguous and on a device."""
-    leaves: dict[str, Tensor] = {}
-    for path, leaf in walk(data):
+    leaves: dict[str, Any] = dict(sorted(walk(data), key=itemgetter(0)))
+    by_rank: list[list[int]] = []
+    if not _is_alone(runtime):
+        shown = {path: _describe(leaf) for path, leaf in leaves.items()}
+        if rows_differ:
+            facts = {path: _describe(leaf, rows_differ=True) for path, leaf in leaves.items()}
+            own = [len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else 1 for leaf in leaves.values()]
+            by_rank = agree(runtime.collectives, call, facts, own, shown=shown)
+        else:
+            agree(runtime.collectives, call, shown)
+    for path, leaf in leaves.items():
+        operation = call.partition("(")[0]
         if not isinstance(leaf, Tensor):
             raise stray_leaf(data, operation)
         if leaf.is_nested or leaf.layout is not torch.strided:
@@ -328,28 +264,38 @@ def _leaves(data: Any, operation: str, device: torch.device | None) -> dict[str,
                 f"{operation}(): data{path} is a sparse or nested tensor, but collectives take dense ones. "
                 f"Pass its {'to_padded_tensor()' if leaf.is_nested else 'to_dense()'}."
             )
-        leaves[path] = leaf.detach().to(device or leaf.device).contiguous().resolve_conj()
-    return {path: leaves[path] for path in sorted(leaves)}
+        device = leaf.device if runtime.collectives.world_size == 1 else runtime.device
+        leaves[path] = leaf.detach().to(device).contiguous().resolve_conj()
+    return leaves, dict(zip(leaves, zip(*by_rank, strict=True), strict=False))
+
+
+def _describe(leaf: Any, *, rows_differ: bool = False) -> str:
+    """Describe a leaf, such as `float32[2, 3]`; with `rows_differ` its first size is left open."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    if leaf.is_nested:
+        return "a nested tensor"
+    shape: list[Any] = [*leaf.shape]
+    if rows_differ and shape:
+        shape[0] = "*"
+    return f"{str(leaf.dtype).removeprefix('torch.')}{shape}"
 
 
 def _rebuild(data: T, results: Mapping[str, Tensor]) -> T:
-    in_order = (results[path] for path, _ in walk(data))
+    in_order = iter([results[path] for path, _ in walk(data)])
     return recursively_apply(lambda _: next(in_order), data)
 
 
-def _messages(leaves: Mapping[str, Tensor], rows: Mapping[str, int] | None = None) -> list[list[str]]:
-    """Return the paths that are sent together, the same on all ranks: those of a dtype; large leaves alone.
-
-    Args:
-        leaves: The tensors by path.
-        rows: The largest number of rows of each on any rank, if ranks have different ones.
-    """
+def _messages(
+    leaves: Mapping[str, Tensor], rows: Mapping[str, Sequence[int]] | None = None
+) -> list[list[str]]:
+    """Return the paths that are sent together on all ranks: those of a dtype, and large leaves alone."""
     messages: dict[tuple[str, str], list[str]] = {}
     for path, leaf in leaves.items():
-        count = leaf.numel() if rows is None else rows[path] * math.prod(leaf.shape[1:])
+        count = max(rows[path]) * math.prod(leaf.shape[1:]) if rows else leaf.numel()
         alone = path if count * leaf.dtype.itemsize >= LARGE else ""
         messages.setdefault((str(leaf.dtype), alone), []).append(path)
-    return [messages[key] for key in sorted(messages)]
+    return list(messages.values())
 
 
 def _joined(leaves: Mapping[str, Tensor], paths: Sequence[str]) -> Tensor:
@@ -358,35 +304,40 @@ def _joined(leaves: Mapping[str, Tensor], paths: Sequence[str]) -> Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def _split(flat: Tensor, leaves: Mapping[str, Tensor], paths: Sequence[str]) -> Generator[tuple[str, Tensor]]:
+def _split(flat: Tensor, leaves: Mapping[str, Tensor], paths: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield paths, and views of their leaves in a flat tensor."""
-    parts = flat.split([leaves[path].numel() for path in paths])
-    for path, part in zip(paths, parts, strict=True):
+    for path, part in zip(paths, flat.split([leaves[path].numel() for path in paths]), strict=True):
         yield path, part.view(leaves[path].shape)
 
 
 def _gather(
-    ranks: Collectives, leaves: Mapping[str, Tensor], rows: Mapping[str, Sequence[int]]
+    ranks: Collectives,
+    leaves: Mapping[str, Tensor],
+    paths: Sequence[str],
+    rows: Mapping[str, Sequence[int]],
 ) -> dict[str, Tensor]:
     """Gather leaves of one dtype in one message; `rows` are the rows of each leaf on each rank."""
-    width = {path: math.prod(leaf.shape[1:]) for path, leaf in leaves.items()}
-    counts = [[rows[path][rank] * width[path] for path in leaves] for rank in range(ranks.world_size)]
-    longest = max(sum(of_rank) for of_rank in counts)
-    flat = _joined(leaves, [*leaves])
-    if any(of_rank != counts[0] for of_rank in counts):
+    sizes = [[count * math.prod(leaves[path].shape[1:]) for count in rows[path]] for path in paths]
+    by_rank = [*zip(*sizes, strict=True)]
+    longest = max(map(sum, by_rank))
+    flat = _joined(leaves, paths)
+    if len({*by_rank}) > 1:
         flat = torch.cat([flat, flat.new_empty(longest - len(flat))])
         if flat.device.type in WITHOUT_STORAGE:
             # Ranks pad differently, so the padding must not be in the program of the collective.
             runtime_module(flat.device).flush()
     received = flat.new_empty(ranks.world_size, longest)
     ranks.all_gather_into(received, flat)
-    parts = [row[: sum(of_rank)].split(of_rank) for row, of_rank in zip(received, counts, strict=True)]
     gathered: dict[str, Tensor] = {}
-    for index, (path, leaf) in enumerate(leaves.items()):
-        shape = (sum(rows[path]), *leaf.shape[1:])
-        is_all = len(leaves) == 1 and received.numel() == math.prod(shape)
-        joined = received if is_all else torch.cat([of_rank[index] for of_rank in parts])
-        gathered[path] = joined.view(shape)
+    begin = [0] * ranks.world_size
+    for path, of_ranks in zip(paths, sizes, strict=True):
+        shape = (sum(rows[path]), *leaves[path].shape[1:])
+        parts = [
+            row[start : start + size] for row, start, size in zip(received, begin, of_ranks, strict=True)
+        ]
+        begin = [start + size for start, size in zip(begin, of_ranks, strict=True)]
+        is_all = received.numel() == math.prod(shape) and len(paths) == 1
+        gathered[path] = (received if is_all else torch.cat(parts)).view(shape)
     return gathered
 
 
@@ -423,57 +374,3 @@ def _check_source(from_process: int, ranks: Collectives) -> None:
         raise ValueError(
             f"from_process={from_process!r} does not exist: the ranks are 0 to {ranks.world_size - 1}."
         )
-
-
-def compare_in_debug_mode(
-    ranks: Collectives, operation: str, *data: Any, detail: str = "", rows_differ: bool = False
-) -> None:
-    """Check that all ranks are about to call the same collective; called by every rank before each.
-
-    Raises:
-        DistributedOperationException: Calls differ. Every rank raises it, with a table of each rank's call
-            site, collective and data.
-    """
-    leaves = (_debug_description(path, leaf) for part in data for path, leaf in walk(part))
-    compare_calls(ranks, operation, leaves, detail=detail, rows_differ=rows_differ)
-
-
-def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a collective whose first argument is nested data, so that debug mode compares its calls.
-
-    Raises:
-        DistributedOperationException: `ACCELERATE_DEBUG_MODE` is set, and the ranks pass different shapes,
-            types or structures. Every rank raises it, before the call.
-    """
-
-    @wraps(function)
-    def compare_and_call(*args: Any, **kwargs: Any) -> Any:
-        runtime = current_or_single()
-        if runtime.debug and runtime.collectives.world_size > 1:
-            data = args[0] if args else kwargs["tensor"]
-            compare_in_debug_mode(runtime.collectives, function.__name__, data)
-        return function(*args, **kwargs)
-
-    return compare_and_call
-
-
-def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function that calls collectives, so that their errors also name the function."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except DistributedOperationException as error:
-            name = f"{function.__module__}.{function.__name__}"
-            raise type(error)(
-                f"Error found while calling `{name}`. Please see the earlier error for more details."
-            ) from error
-
-    return call
-
-
-def _debug_description(path: str, leaf: Any) -> Description:
-    if isinstance(leaf, Tensor):
-        return path, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape)
-    return path, type(leaf).__name__, None

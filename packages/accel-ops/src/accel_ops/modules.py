@@ -388,21 +388,6 @@ def regions(module: nn.Module) -> list[nn.Module]:
     return [*_walk(module, around - blocks)]
 
 
-def is_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module is a `ModuleList` of modules of one class.
-
-    Example:
-        >>> is_repeated_blocks(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 2)]))
-        True
-    """
-    return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
-
-
-def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module contains a `ModuleList` of modules of one class, at any depth."""
-    return any(map(is_repeated_blocks, module.modules()))
-
-
 def _walk(module: nn.Module, around: set[int]) -> Iterator[nn.Module]:
     if id(module) in around:
         for child in dict.fromkeys(module.children()):

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import torch
 
-from accel_ops.collectives import agree, compare_in_debug_mode
 from accel_ops.tree import recursively_apply, stray_leaf, walk
+from accel_state.collectives import agree
 from accel_state.runtime import current_or_single
 
 T = TypeVar("T")
@@ -46,10 +46,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: float = 0, pad_firs
         >>> pad_across_processes(torch.ones(2))
         tensor([1., 1.])
     """
-    runtime = current_or_single()
-    collectives = runtime.collectives
-    if runtime.debug and collectives.world_size > 1:
-        compare_in_debug_mode(collectives, "pad_across_processes", detail=f"dim={dim!r}")
+    collectives = current_or_single().collectives
     leaves = list(walk(tensor))
     if not all(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
         raise stray_leaf(tensor, "pad_across_processes")
@@ -64,7 +61,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: float = 0, pad_firs
     in_order = sorted(leaves, key=itemgetter(0))
     facts = {path: f"{leaf.dim()} dimensions of {leaf.dtype}" for path, leaf in in_order}
     own = [leaf.shape[dim] if _has(leaf, dim) else -1 for _, leaf in in_order]
-    largest = map(max, zip(*agree(collectives, "pad_across_processes", facts, own), strict=True))
+    largest = map(max, zip(*agree(collectives, f"pad_across_processes(dim={dim})", facts, own), strict=True))
     by_path = dict(zip(facts, largest, strict=True))
     sizes = (by_path[path] for path, _ in leaves)
     return recursively_apply(lambda leaf: _lengthen(leaf, next(sizes), dim, pad_index, pad_first), tensor)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, TypeGuard, TypeVar, cast
+from types import NoneType
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
 from accel_state.errors import DistributedOperationException
 from accel_state.runtime import current_or_single
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass
@@ -36,29 +38,6 @@ class TensorInformation:
 def is_torch_tensor(tensor: Any) -> TypeGuard[torch.Tensor]:
     """Return whether a value is a tensor (parameters and other subclasses included)."""
     return isinstance(tensor, torch.Tensor)
-
-
-TENSOR_TYPE_TO_INT = {
-    torch.float: 1,
-    torch.double: 2,
-    torch.half: 3,
-    torch.bfloat16: 4,
-    torch.uint8: 5,
-    torch.int8: 6,
-    torch.int16: 7,
-    torch.int32: 8,
-    torch.int64: 9,
-    torch.bool: 10,
-}
-"""Dtype to the number that represents it in messages to other ranks."""
-
-TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
-"""Number to dtype."""
-
-
-def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Return whether an object is a tensor on an Intel GPU."""
-    return is_torch_tensor(tensor) and tensor.device.type == "xpu"
 
 
 def is_tensor_information(tensor_info: Any) -> TypeGuard[TensorInformation]:
@@ -99,44 +78,30 @@ def children(data: Any) -> list[tuple[Any, Any]] | None:
 
 def is_dataclass_instance(data: Any) -> bool:
     """Return whether a value is a dataclass to traverse; a `TensorInformation` is a leaf."""
-    return (
-        dataclasses.is_dataclass(data)
-        and not isinstance(data, type)
-        and not isinstance(data, TensorInformation)
-    )
+    return dataclasses.is_dataclass(data) and not isinstance(data, (type, TensorInformation))
 
 
 def rebuild(data: Any, values: Iterable[Any]) -> Any:
     """Return a container with the type and keys of `data` and new values, in the order of `children`."""
-    kind = type(data)
-    if kind is dict:
-        return dict(zip(data, values, strict=True))
-    if kind is list or kind is tuple:
-        return kind(values)
-    if isinstance(data, defaultdict):
-        return defaultdict(data.default_factory, zip(data, values, strict=True))
-    if isinstance(data, (list, tuple, Mapping)):
-        return _rebuild_subclass(data, list(values))
-    return _rebuild_dataclass(data, values)
-
-
-def _rebuild_subclass(data: Any, values: list[Any]) -> Any:
-    """Rebuild by the constructor; if it takes other arguments than items, replace the items of a copy."""
-    content = dict(zip(data, values, strict=True)) if isinstance(data, Mapping) else values
-    has_fixed_items = not isinstance(data, tuple) and not hasattr(type(data), "__setitem__")
-    try:
-        rebuilt = honor_type(data, content)
-    except (TypeError, ValueError):
-        if has_fixed_items:
-            raise
+    if isinstance(data, (list, tuple)):
+        content: Any = list(values)
+    elif isinstance(data, Mapping):
+        content = dict(zip(data, values, strict=True))
+        if type(data) is dict:
+            return content
     else:
-        held = [value for _, value in children(rebuilt) or ()]
-        if has_fixed_items or (len(held) == len(values) and all(map(operator.is_, held, values))):
-            return rebuilt
-    if isinstance(data, tuple):
-        rebuilt = tuple.__new__(type(data), values)
-        getattr(rebuilt, "__dict__", {}).update(getattr(data, "__dict__", {}))
-        return rebuilt
+        # Without `__init__`, whose arguments may differ from the fields.
+        new = object.__new__(type(data))
+        getattr(new, "__dict__", {}).update(getattr(data, "__dict__", {}))
+        for field, value in zip(dataclasses.fields(data), values, strict=True):
+            object.__setattr__(new, field.name, value)
+        return new
+    try:
+        return honor_type(data, content)
+    except (TypeError, ValueError):
+        if not hasattr(data, "__setitem__"):
+            raise
+    # The constructor takes something else than items, as a `defaultdict`'s does.
     replaced: Any = copy(data)
     for key, value in content.items() if isinstance(content, dict) else enumerate(content):
         replaced[key] = value
@@ -207,10 +172,15 @@ def walk(data: Any, path: str = "") -> Iterable[tuple[str, Any]]:
     if inside is None:
         yield path, data
         return
-    attribute = is_namedtuple(data) or not isinstance(data, (list, tuple, Mapping))
-    names = getattr(data, "_fields", None) if is_namedtuple(data) else None
+    names = getattr(data, "_fields", None) if isinstance(data, tuple) else None
+    attribute = names or not isinstance(data, (list, tuple, Mapping))
     for position, (key, value) in enumerate(inside):
-        step = f".{names[position] if names else key}" if attribute else f"[{_stable(key, position)}]"
+        if attribute:
+            step = f".{names[position] if names else key}"
+        elif isinstance(key, (str, bytes, int, float, tuple, NoneType)):
+            step = f"[{key!r}]"
+        else:  # its repr may contain an address, and paths are equal in every process
+            step = f"[<{type(key).__qualname__} {position}>]"
         yield from walk(value, path + step)
 
 
@@ -275,16 +245,6 @@ def get_data_structure(data: Any) -> Any:
     return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
 
 
-def get_shape(data: Any) -> Any:
-    """Replace every tensor by its shape, as a list.
-
-    Example:
-        >>> get_shape([torch.zeros(2, 3)])
-        [[2, 3]]
-    """
-    return recursively_apply(lambda tensor: list(tensor.shape), data)
-
-
 def initialize_tensors(data_structure: Any) -> Any:
     """Invert `get_data_structure`: replace each `TensorInformation` by an uninitialised CPU tensor."""
     return recursively_apply(
@@ -302,9 +262,6 @@ def listify(data: Any) -> Any:
         {'loss': 0.5, 'ids': [0, 1]}
     """
     return recursively_apply(lambda tensor: tensor.detach().tolist(), data)
-
-
-T = TypeVar("T")
 
 
 def slice_tensors(
@@ -356,22 +313,6 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
         return rebuild(first, [concatenate([part[key] for part in data], dim=dim) for key in first])
     columns = zip(*([value for _, value in children(part) or ()] for part in data), strict=True)
     return rebuild(first, [concatenate(column, dim=dim) for column in columns])
-
-
-def _rebuild_dataclass(data: Any, values: Iterable[Any]) -> Any:
-    """Copy a dataclass without `__init__`, whose arguments may differ from the fields."""
-    new = object.__new__(type(data))
-    if hasattr(data, "__dict__"):
-        new.__dict__.update(data.__dict__)
-    for field, value in zip(dataclasses.fields(data), values, strict=True):
-        object.__setattr__(new, field.name, value)
-    return new
-
-
-def _stable(key: Any, position: int) -> str:
-    """Return a key as text that is equal in every process: the default repr contains an address."""
-    plain = isinstance(key, (str, bytes, int, float, tuple, type(None)))
-    return repr(key) if plain else f"<{type(key).__qualname__} {position}>"
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -446,14 +387,19 @@ def _send(
 ) -> Any:
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=non_blocking)
-    if type(data) is not dict and type(data) is not list and type(data) is not tuple:
-        # A mapping may look up missing attributes among its items.
-        owner: Any = type(data) if isinstance(data, Mapping) else data
-        if callable(getattr(owner, "to", None)) and not isinstance(data, type):
-            return _call_to(cast("Any", data).to, device, non_blocking)
-        if children(data) is None:
-            return data
-    inside = children(data) or ()
+    # A mapping may look up missing attributes among its items.
+    owner: Any = type(data) if isinstance(data, Mapping) else data
+    if callable(getattr(owner, "to", None)) and not isinstance(data, type):
+        movable: Any = data
+        try:
+            return movable.to(device, non_blocking=non_blocking)
+        except TypeError as error:
+            if "non_blocking" not in str(error):
+                raise
+            return movable.to(device)
+    inside = children(data)
+    if inside is None:
+        return data
     values = [
         value if key in skipped else _send(value, device, non_blocking, skipped, reuse)
         for key, value in inside
@@ -466,18 +412,6 @@ def _send(
                 setattr(data, name, value)
             return data
     return rebuild(data, values)
-
-
-def _call_to(to: Any, device: str | int | torch.device, non_blocking: bool) -> Any:
-    """Call an object's `to` method, which may not have `non_blocking`."""
-    if not non_blocking:
-        return to(device)
-    try:
-        return to(device, non_blocking=True)
-    except TypeError as error:
-        if "non_blocking" not in str(error):
-            raise
-        return to(device)
 
 
 _LOW = frozenset({torch.float16, torch.bfloat16})
@@ -497,36 +431,19 @@ def convert_to_fp32(tensor: T) -> T:
     )
 
 
-class ConvertOutputsToFp32:
-    """Wrap a function so that its float16 and bfloat16 outputs are converted to float32.
-
-    The wrapper can be pickled and copied if the function can, and has the function's name and signature.
+def convert_outputs_to_fp32(model_forward: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function so that its float16 and bfloat16 outputs are converted to float32.
 
     Example:
-        >>> half = ConvertOutputsToFp32(lambda x: x.half())
-        >>> half(torch.ones(1))
+        >>> convert_outputs_to_fp32(lambda x: x.half())(torch.ones(1))
         tensor([1.])
     """
 
-    def __init__(self, model_forward: Callable[..., Any]) -> None:
-        self.model_forward = model_forward
-        functools.update_wrapper(self, model_forward)
+    @functools.wraps(model_forward)
+    def forward(*args: P.args, **kwargs: P.kwargs) -> T:
+        return convert_to_fp32(model_forward(*args, **kwargs))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function and convert its result."""
-        return convert_to_fp32(self.model_forward(*args, **kwargs))
-
-    def __getstate__(self) -> Callable[..., Any]:
-        return self.model_forward
-
-    def __setstate__(self, model_forward: Callable[..., Any]) -> None:
-        self.model_forward = model_forward
-        functools.update_wrapper(self, model_forward)
-
-
-def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> ConvertOutputsToFp32:
-    """Decorate a function so that its low-precision outputs become float32."""
-    return ConvertOutputsToFp32(model_forward)
+    return forward
 
 
 def is_dtensor(value: object) -> bool:

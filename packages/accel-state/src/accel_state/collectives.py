@@ -1,9 +1,11 @@
-"""Collectives on tensors: the protocol; implementations for one process, for torch, for lazy devices."""
+"""Collectives on tensors, and the comparison of calls; for one process, for torch, for lazy devices."""
 
 from __future__ import annotations
 
+import hashlib
 import pickle
-from collections.abc import Callable, Generator, Sequence
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel_state.errors import DistributedOperationException
 from accel_state.hang_monitor import collective_scope
+from accel_state.rank_status import call_site, source_location
 
 ReduceOp = Literal["sum", "max", "min", "prod"]
 """How an all-reduce combines the values of the ranks."""
@@ -87,6 +91,58 @@ class Collectives(Protocol):
         ...
 
 
+def agree(
+    ranks: Collectives,
+    call: str,
+    facts: Mapping[str, str] | None = None,
+    value: Any = None,
+    *,
+    shown: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Compare the calls of all ranks, and exchange a value with each; over the host.
+
+    Args:
+        ranks: The collectives of the run.
+        call: The operation and its arguments besides the data, such as `"reduce('sum', scale=1.0)"`.
+        facts: What must agree of the data, by path.
+        value: What the other ranks get to know.
+        shown: What a message shows of the data, by path; the facts, if `None`.
+
+    Returns:
+        The values of all ranks.
+
+    Raises:
+        DistributedOperationException: The calls or facts differ. Every rank raises it, with a table of each
+            rank's call site, call, and the data in which they differ.
+    """
+    facts = facts or {}
+    digest = hashlib.blake2b(repr((call, sorted(facts.items()))).encode(), digest_size=8).digest()
+    answers = ranks.all_gather_object((digest, value))
+    if all(other == digest for other, _ in answers):
+        return [other for _, other in answers]
+    location, _ = source_location(call_site(sys._getframe()))
+    calls = ranks.all_gather_object((location, call, facts, shown or facts))
+    is_same_call = len({text for _, text, *_ in calls}) == 1
+    known = [of_rank for _, _, of_rank, _ in calls]
+    rows = [("rank", "call site", "call", "data")]
+    for rank, (location, text, of_rank, described) in enumerate(calls):
+        odd = [
+            f"data{path}: {described[path]}"
+            for path, fact in of_rank.items()
+            if not is_same_call or any(other.get(path) != fact for other in known)
+        ]
+        more = f"; and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+        rows.append((str(rank), location, text, ("; ".join(odd[:_SHOWN]) or "-") + more))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+    problem = "the same operation on data that differs" if is_same_call else "different operations"
+    raise DistributedOperationException(
+        f"The processes call {problem}. All stop here, since their collectives cannot complete.\n{table}"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SingleCollectives:
     """The collectives of a world of one; see `Collectives` for their contracts.
@@ -157,7 +213,9 @@ _OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {
     "prod": dist.ReduceOp.PRODUCT,
 }
 _SIGN = -(1 << 63)
-_FIRST_BYTES = 1 << 10  # of pickled objects that are sent with their size, in one message
+_SHOWN = 6  # differing leaves of each rank in a table
+_HEAD = 8  # bytes of the size that is sent before a pickled object
+_FIRST_BYTES = 1 << 10  # that the first message of an object holds: most need no other
 
 
 class TorchCollectives:
@@ -234,22 +292,19 @@ class TorchCollectives:
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         content = pickle.dumps(obj)
-        with collective_scope("all_gather_object"):
-            first = self._gather_bytes(len(content).to_bytes(8, "little") + content, _FIRST_BYTES)
-            sizes = [int.from_bytes(part[:8], "little") for part in first]
-            parts = [part[8 : 8 + size] for part, size in zip(first, sizes, strict=True)]
-            if max(sizes) > _FIRST_BYTES - 8:
-                parts = self._gather_bytes(content, max(sizes))
-        return [pickle.loads(part) for part in parts]  # noqa: S301 - from the ranks of this program
-
-    def _gather_bytes(self, content: bytes, size: int) -> list[bytes]:
-        """Gather the first `size` bytes of every rank, padded with zeros, over the host if possible."""
+        content = (_HEAD + len(content)).to_bytes(_HEAD, sys.byteorder) + content
         device = "cpu" if "cpu" in self._device_types else self._device
-        sent = torch.frombuffer(bytearray(content[:size].ljust(size, b"\0")), dtype=torch.uint8).to(device)
-        received = torch.empty(self.world_size * size, dtype=torch.uint8, device=device)
-        dist.all_gather_into_tensor(received, sent)
-        gathered = received.cpu().numpy().tobytes()
-        return [gathered[start : start + size] for start in range(0, len(gathered), size)]
+        size = _FIRST_BYTES
+        with collective_scope("all_gather_object"):
+            while True:
+                own = torch.frombuffer(bytearray(content[:size].ljust(size, b"\0")), dtype=torch.uint8)
+                received = torch.empty(self.world_size * size, dtype=torch.uint8, device=device)
+                dist.all_gather_into_tensor(received, own.to(device))
+                rows = received.cpu().view(self.world_size, size)
+                longest = int(rows[:, :_HEAD].contiguous().view(torch.int64).max())
+                if longest <= size:
+                    return [pickle.loads(row) for row in rows[:, _HEAD:].numpy()]  # noqa: S301 - of our ranks
+                size = longest
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
         with collective_scope("broadcast_object_list"):

@@ -18,6 +18,7 @@ from accel_state.collectives import (
     Collectives,
     SingleCollectives,
     TorchCollectives,
+    agree,
     group_timeout,
     set_group_timeout,
 )
@@ -25,7 +26,6 @@ from accel_state.device_kinds import CPU, KINDS, DeviceKind, get_driver_version,
 from accel_state.devices import choose_device, register_collectives, set_current_device
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.frozen import frozen
-from accel_state.rank_status import compare_calls
 from accel_state.topology import Topology, check_first_host, detect, gloo_interface, rendezvous
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Runtime:
             DistributedOperationException: In debug mode, another rank calls another collective.
         """
         if self.debug and self.topology.world_size > 1:
-            compare_calls(self.collectives, "barrier")
+            agree(self.collectives, "wait_for_everyone()")
         self.collectives.barrier()
 
 

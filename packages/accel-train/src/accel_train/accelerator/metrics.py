@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accel_ops import collectives
-from accel_ops.tree import recursively_apply
+from accel_ops.tree import recursively_apply, walk
 from accel_state.errors import DistributedOperationException
 
 
@@ -25,14 +25,16 @@ def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bo
     """
     # 1. Trim this rank's data to its real samples.
     real, is_padded = _count_real_samples(loader)
-    if as_objects or not all_tensors(data):
+    if as_objects or not all(isinstance(leaf, torch.Tensor) for _, leaf in walk(data)):
         return _gather_objects(data, loader, real, is_padded=is_padded, counts=not repeats)
+    if real is None and repeats is None:
+        return collectives.gather(data)
     is_untrimmed: list[bool] = []  # for each tensor, whether its row count differs from the batch's
 
     def trim(tensor: torch.Tensor) -> torch.Tensor:
         is_untrimmed.append(real is not None and tensor.dim() > 0 and _has_other_rows(loader, len(tensor)))
-        if real is not None and not is_untrimmed[-1]:
-            tensor = trim_tensors(tensor, real=real)
+        if real is not None and tensor.dim() > 0 and not is_untrimmed[-1]:
+            tensor = tensor[:real]
         if repeats is None:
             return tensor
         rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
@@ -40,8 +42,6 @@ def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bo
 
     # 2. Gather, and cut the tensors that could not be trimmed before.
     gathered = collectives.gather(recursively_apply(trim, data))
-    if not any(is_untrimmed):
-        return gathered
     cuts = iter(is_untrimmed)
     return recursively_apply(lambda tensor: tensor[: loader.remainder] if next(cuts) else tensor, gathered)
 
@@ -95,20 +95,6 @@ def _gather_objects(data: Any, loader: Any, real: int | None, *, is_padded: bool
     return values if len(values) > 1 else values[0]
 
 
-def all_tensors(data: object) -> bool:
-    """Return whether nested data consists of tensors only.
-
-    Example:
-        >>> all_tensors({"loss": torch.ones(())}), all_tensors([torch.ones(1), "text"])
-        (True, False)
-    """
-    try:
-        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True
-
-
 def has_object_per_sample(data: object) -> bool:
     """Return whether data is a list of one object per sample, rather than of fields that span all samples.
 
@@ -137,7 +123,7 @@ def trim_objects(data: Any, *, real: int) -> Any:
         ['a', 'b']
     """
     if isinstance(data, torch.Tensor):
-        return trim_tensors(data, real=real)
+        return data if data.dim() == 0 else data[:real]
     if not has_object_per_sample(data):
         raise ValueError(
             f"gather_for_metrics got a {type(data).__qualname__} for a batch that ends in padding, and "
@@ -145,13 +131,3 @@ def trim_objects(data: Any, *, real: int) -> Any:
         )
     objects: Sequence[Any] = data
     return objects[:real]
-
-
-def trim_tensors(data: Any, *, real: int) -> Any:
-    """Cut nested tensors to the rows of real samples.
-
-    Example:
-        >>> trim_tensors({"ids": torch.tensor([7, 8, 7])}, real=2)
-        {'ids': tensor([7, 8])}
-    """
-    return recursively_apply(lambda tensor: tensor if tensor.dim() == 0 else tensor[:real], data)

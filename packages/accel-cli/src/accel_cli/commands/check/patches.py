@@ -259,8 +259,7 @@ class SingleRankCollectives:
 def fake_operations(recorder: CollectiveRecorder, world_size: int) -> dict[str, Callable[..., Any]]:
     """Make replacements of the operations of `accel_ops.collectives` and `accel_ops.pad`, by name."""
 
-    def gather(tensor: Any, *, same_shapes: bool = False) -> Any:
-        del same_shapes
+    def gather(tensor: Any) -> Any:
         recorder.record("gather")
         return recursively_apply(repeat, tensor, error_on_other_type=True)
 
