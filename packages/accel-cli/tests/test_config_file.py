@@ -6,7 +6,6 @@ from importlib.metadata import version
 
 import pytest
 
-from accel_cli.commands.estimate.meta_model import meta_model
 from accel_cli.config_file import WRITTEN_BY, format_config, read, read_config
 from accel_state.errors import SettingsError
 
@@ -59,19 +58,6 @@ def test_a_few_aliases_are_read(tmp_path):
     path = tmp_path / "c.yml"
     path.write_text("a: &a {x: 1}\nb: {<<: *a, y: 2}\n")
     assert read(path) == {"a": {"x": 1}, "b": {"x": 1, "y": 2}}
-
-
-def test_deep_json_ends_in_a_sentence(tmp_path):
-    for name in ("c.json", "config.json"):
-        (tmp_path / name).write_text("[" * 200_000)
-    with pytest.raises(
-        SettingsError, match=r"c\.json' is not a valid config file in JSON: it is nested too deeply"
-    ):
-        read(tmp_path / "c.json")
-    with pytest.raises(
-        SettingsError, match=r"config\.json' is not a valid configuration: it is nested too deeply"
-    ):
-        meta_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("line", ["num_procesess: 2", "mixed_precision: fp2"])

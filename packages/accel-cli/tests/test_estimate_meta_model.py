@@ -45,7 +45,7 @@ def test_weights_in_a_store_tell_the_same(folder):
     [
         ("/nowhere/model", None, ["'/nowhere/model'", "no such file"]),
         ("a/b/c", None, ["'a/b/c'"]),
-        ("config.json", "{", ["config.json", "is not a valid configuration"]),
+        ("config.json", "{", ["config.json", "cannot be read"]),
         ("config.json", "[]", ["config.json", "not a JSON object"]),
         ("config.json", "{}", ["config.json", "--library_name"]),
         ("empty", None, ["empty", "weight files"]),

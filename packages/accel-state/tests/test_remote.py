@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from accel_state import remote
 from accel_state.errors import SettingsError
-from accel_state.files import any_path, local_path, open_regular, read_json
+from accel_state.files import any_path, local_path, read_json
 from accel_state.remote import RemoteFile, RemotePath
 
 
@@ -27,6 +27,7 @@ def files():
 def test_a_path_is_local_or_a_url():
     assert any_path("runs/7", "x") == Path("runs/7")
     assert any_path("file:///tmp/a", "x") == Path("/tmp/a")
+    assert any_path("file:///C:/runs", "x") == Path("C:/runs")
     assert any_path("memory://bucket/a/", "x") == RemotePath("memory://bucket/a")
     assert any_path(Path("memory://bucket/a"), "x") == RemotePath("memory://bucket/a")
     assert any_path(RemotePath("memory://bucket/a"), "x") == RemotePath("memory://bucket/a")
@@ -48,7 +49,7 @@ def test_paths_answer_as_paths_of_files_do(files):
     assert [path.name for path in folder.glob("*.json")] == ["a.json"]
     assert folder.sizes() == {"a.json": 8, "inner/b.bin": 5}
     assert read_json(folder / "a.json") == {"x": 1}
-    with open_regular(folder / "inner" / "b.bin") as file:
+    with (folder / "inner" / "b.bin").open("rb") as file:
         assert (file.read(2), file.tell(), file.read()) == (b"12", 2, b"345")
     before = (folder / "a.json").version()
     (folder / "a.json").copy_to(folder / "copy.json")

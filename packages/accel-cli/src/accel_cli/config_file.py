@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from accel_state.errors import SettingsError
-from accel_state.files import parse_json
 from accel_state.frozen import frozen
 from accel_state.libraries import compare_versions
 from accel_state.settings import SourcedValue, default_config_file, parse_file
@@ -83,10 +82,7 @@ def read(path: Path) -> dict[str, object]:
         text = path.read_bytes()
     except OSError as error:
         raise SettingsError(f"config file {str(path)!r} cannot be read: {error.strerror}.") from None
-    if path.suffix == ".json":
-        content = parse_json(text, path, what="config file in JSON", error=SettingsError)
-    else:
-        content = _read_yaml(text, path)
+    content = _read_json(text, path) if path.suffix == ".json" else _read_yaml(text, path)
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -95,6 +91,13 @@ def read(path: Path) -> dict[str, object]:
             "such as `num_processes: 2`."
         )
     return {str(key): value for key, value in cast("dict[object, object]", content).items()}
+
+
+def _read_json(text: bytes, path: Path) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"{str(path)!r} is not a valid config file in JSON: {error}") from None
 
 
 def _read_yaml(text: bytes, path: Path) -> object:

@@ -19,7 +19,7 @@ from accel_plugins.deepspeed.folder import load_file
 from accel_plugins.megatron.families import Weight, find_family
 from accel_plugins.sharding.folder import read_index
 from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError, some_of
-from accel_state.files import read_json, read_regular
+from accel_state.files import read_json
 from accel_state.remote import AnyPath
 
 _BACKEND_FILE, _COMMON_FILE, _LATEST_FILE = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
@@ -35,7 +35,7 @@ _FUSED_NORMS = {
 def is_megatron(folder: AnyPath) -> bool:
     """Return whether a folder is a checkpoint of Megatron, or its folder of iterations."""
     backend = folder / _BACKEND_FILE  # a name that other libraries use, too
-    is_backend = backend.is_file() and b"sharded_backend" in read_regular(backend)
+    is_backend = backend.is_file() and b"sharded_backend" in backend.read_bytes()
     return is_backend or (folder / _LATEST_FILE).is_file()
 
 

@@ -25,7 +25,6 @@ from accel_ops.tree import recursively_apply
 from accel_ops.weights.lazy_tensors import LazyTensor, lazy_torch_file
 from accel_plugins.sharding.folder import compact, entries, put
 from accel_state.errors import CheckpointError
-from accel_state.files import open_regular
 from accel_state.remote import AnyPath
 from accel_state.torch_private import StorageInfo, flatten_state_dict
 
@@ -50,7 +49,7 @@ def read_lazily(folder: AnyPath, index: Metadata) -> tuple[dict[str, Any], list[
             put(state, entry.path, _lazy_tensor(folder, index, entry.key, metadata))
             continue
         stored: Any = _storage_of(folder, index, MetadataIndex(entry.key))
-        with open_regular(folder / str(stored.relative_path)) as file:
+        with (folder / str(stored.relative_path)).open("rb") as file:
             file.seek(stored.offset)
             content = io.BytesIO(file.read(stored.length))
         try:

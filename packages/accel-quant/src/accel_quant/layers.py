@@ -12,6 +12,7 @@ supports only some shapes.
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -24,7 +25,6 @@ from accel_bigmodel.align import slot_of
 from accel_bigmodel.placement import owner_of
 from accel_ops.weights.tensors import find_tied_parameters
 from accel_state.errors import CheckpointError, some_of
-from accel_state.files import parse_json
 from accel_state.frozen import frozen
 from accel_state.libraries import is_bnb_available, require
 
@@ -103,8 +103,10 @@ def _pop_quant_state(where: str, parts: dict[str, Tensor]) -> dict[str, Any]:
             f"{where}: {names[0]!r} is {packed.dtype} of shape {list(packed.shape)}, and not up to "
             f"{_STATE_BYTES} bytes of JSON."
         )
-    text = bytes(packed.flatten().tolist())
-    state: Any = parse_json(text, where, what="quantized weight")
+    try:
+        state: Any = json.loads(bytes(packed.flatten().tolist()))
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {names[0]!r} is not valid JSON: {error}") from None
     if not isinstance(state, dict) or state.get("quant_type") != names[0].removeprefix(STATE_4BIT):  # pyright: ignore[reportUnknownMemberType]
         raise CheckpointError(f"{where}: {names[0]!r} holds {_shown(state)}, a different kind of state.")
     return state  # pyright: ignore[reportUnknownVariableType]

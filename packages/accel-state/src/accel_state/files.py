@@ -1,8 +1,4 @@
-"""Read files of unknown origin, including JSON and pickles; load the C library.
-
-Opening a FIFO would block, and reading `/dev/zero` would fill memory: only regular files are read, up to
-a size limit.
-"""
+"""Read JSON and pickles that others wrote, parse the paths that users pass, and load the C library."""
 
 from __future__ import annotations
 
@@ -12,101 +8,26 @@ import json
 import os
 import pickle
 import re
-import reprlib
-import stat
 import sys
-from collections.abc import Callable, Mapping
-from io import BufferedReader
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from accel_state.errors import CheckpointError, SettingsError
 from accel_state.remote import AnyPath, RemotePath, check_scheme
 
-JSON_LIMIT = 100_000_000
-"""Bytes; the limit of the safetensors format for its header, and generous for any index."""
 
-CONFIG_LIMIT = 200_000
-"""Bytes of a config file; parsing YAML takes a second per 100 kB."""
+def read_json(path: AnyPath, *, what: str = "JSON file") -> Any:
+    """Read a JSON file.
 
-_KINDS = {
-    stat.S_IFDIR: "folder",
-    stat.S_IFIFO: "FIFO",
-    stat.S_IFCHR: "device",
-    stat.S_IFBLK: "device",
-    stat.S_IFSOCK: "socket",
-}
-
-
-def open_regular(
-    path: str | os.PathLike[str] | RemotePath, error: Callable[[str], Exception] = CheckpointError
-) -> BufferedReader:
-    """Open a file for reading, without blocking; raise `error` if it is a folder, FIFO, device or socket.
-
-    Example:
-        >>> open_regular("/dev/null")
-        Traceback (most recent call last):
-        accel_state.errors.CheckpointError: '/dev/null' is a device, not a file
-    """
-    if isinstance(path, RemotePath):
-        return BufferedReader(path.open())
-    kind = stat.S_IFMT(Path(path).stat().st_mode)
-    if kind == stat.S_IFREG:
-        file = open(path, "rb", opener=_open_without_blocking)  # noqa: SIM115 - closed by the caller; Path has no opener
-        kind = stat.S_IFMT(os.fstat(file.fileno()).st_mode)  # Another file may have replaced it.
-        if kind == stat.S_IFREG:
-            return file
-        file.close()
-    raise error(f"{os.fspath(path)!r} is a {_KINDS.get(kind, 'special file')}, not a file")
-
-
-def read_regular(
-    path: str | os.PathLike[str] | RemotePath,
-    *,
-    limit: int = JSON_LIMIT,
-    error: Callable[[str], Exception] = CheckpointError,
-) -> bytes:
-    """Read a file in full; raise `error` if it is not a regular file, or has more bytes than `limit`."""
-    with open_regular(path, error) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise error(f"{str(path)!r} is larger than {limit} bytes, the bound of such files")
-    return content
-
-
-def read_json(
-    path: str | os.PathLike[str] | RemotePath,
-    *,
-    what: str = "JSON file",
-    limit: int = JSON_LIMIT,
-    error: Callable[[str], Exception] = CheckpointError,
-) -> Any:
-    """Read a JSON file."""
-    return parse_json(read_regular(path, limit=limit, error=error), path, what=what, error=error)
-
-
-def parse_json(
-    text: str | bytes,
-    path: object,
-    *,
-    what: str = "JSON file",
-    error: Callable[[str], Exception] = CheckpointError,
-    **how: Any,
-) -> Any:
-    """Parse JSON, however deep.
-
-    Example:
-        >>> parse_json("[" * 100_000, "a.json")
-        Traceback (most recent call last):
-        accel_state.errors.CheckpointError: 'a.json' is not a valid JSON file: it is nested too deeply
+    Raises:
+        CheckpointError: It is not JSON.
+        OSError: It cannot be read.
     """
     try:
-        return json.loads(text if isinstance(text, str) else text.decode(), **how)
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except ValueError as problem:
-        reason = str(problem)
-    raise error(f"{str(path)!r} is not a valid {what}: {reason}")
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} is not a valid {what}: {error}") from None
 
 
 class RestrictedUnpickler(pickle.Unpickler):
@@ -137,13 +58,6 @@ class RestrictedUnpickler(pickle.Unpickler):
         return allowed
 
 
-def _open_without_blocking(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
-
-
-_LONGEST_NAME = 255
-"""Bytes; the limit of Linux, macOS and Windows."""
-
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash, as Path drops the other; "C:/" is a drive
 
 
@@ -155,7 +69,7 @@ def any_path(path: str | os.PathLike[str] | RemotePath, argument: str) -> AnyPat
         argument: Where it came from, for the message.
 
     Raises:
-        SettingsError: fsspec does not know the scheme, or a name is too long.
+        SettingsError: fsspec does not know the scheme.
         MissingDependencyError: The back end of the scheme is not installed.
 
     Example:
@@ -167,10 +81,11 @@ def any_path(path: str | os.PathLike[str] | RemotePath, argument: str) -> AnyPat
     text = os.fspath(path)
     scheme = _SCHEME.match(text)
     if scheme is None:
-        return local_path(path, argument)
+        return Path(path).expanduser()
     name, path_in_store = scheme[1].lower(), text[scheme.end() :].lstrip("/")
     if name in {"file", "local"}:
-        return local_path(f"/{path_in_store}", argument)
+        has_drive = re.match("[A-Za-z]:/", path_in_store)
+        return Path(path_in_store if has_drive else f"/{path_in_store}")
     url = f"{name}://{path_in_store}"
     check_scheme(url, argument)
     return RemotePath(url)
@@ -184,7 +99,7 @@ def local_path(path: str | os.PathLike[str], argument: str) -> Path:
         argument: Where it came from, for the message.
 
     Raises:
-        SettingsError: It has a scheme, such as `"s3://bucket/run"`, or a name that is too long.
+        SettingsError: It has a scheme, such as `"s3://bucket/run"`.
 
     Example:
         >>> local_path("runs/7", "logging_dir").name
@@ -196,10 +111,6 @@ def local_path(path: str | os.PathLike[str], argument: str) -> Path:
         raise SettingsError(
             f"{argument}={text!r}: it has the scheme {scheme[1]!r}, and this needs a local folder, such as "
             "one on which the remote file system is mounted."
-        )
-    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in Path(text).parts):
-        raise SettingsError(
-            f"{argument}={reprlib.repr(text)}: a name in a path has at most {_LONGEST_NAME} bytes."
         )
     return Path(path).expanduser()
 

@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from accel_state.errors import MissingDependencyError, SettingsError, first_line
 
@@ -139,9 +140,10 @@ class RemotePath:
         """Write a small file at once."""
         self._request(lambda fs, path: fs.pipe_file(path, content))
 
-    def open(self) -> RemoteFile:
+    def open(self, mode: Literal["rb"] = "rb") -> BufferedReader:
         """Open the file for reading."""
-        return RemoteFile(self)
+        del mode
+        return BufferedReader(RemoteFile(self))
 
     @contextmanager
     def create(self) -> Generator[BinaryIO]:

@@ -127,7 +127,7 @@ def _describe_failures(failures: Mapping[int, ProcessFailure], folder: Path) -> 
     for file in find_error_files(folder):
         rank = first_rank + int(file.parent.name)
         with contextlib.suppress(ValueError):  # the process was killed as it wrote the file
-            content = read_json(file, error=ValueError)["message"]
+            content = read_json(file)["message"]
             messages[rank] = file.stat().st_mtime, _describe_error(rank, content)
     return {rank: message for rank, (_, message) in sorted(messages.items(), key=lambda item: item[1][0])}
 

@@ -91,7 +91,7 @@ def read_worker_errors(folder: Path) -> dict[int, WorkerErrors]:
             errors[rank] = WorkerErrors(how="was interrupted, and did not end", trace=stack)
     for file in find_error_files(folder):
         with contextlib.suppress(ValueError):  # its worker was killed as it wrote the file
-            content = read_json(file, error=ValueError)
+            content = read_json(file)
             errors[int(_details(content).get("rank", file.parent.name))] = parse_worker_errors(content)
     return errors
 

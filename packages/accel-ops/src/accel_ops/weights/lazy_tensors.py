@@ -13,7 +13,6 @@ from torch import Tensor
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.safetensors_io import ByteSink, SafetensorsFile, as_bytes, fill_from, make_header
 from accel_state.errors import CheckpointError, first_line
-from accel_state.files import open_regular
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RangeFile
 from accel_state.torch_private import FakeTensorMode
@@ -164,7 +163,7 @@ def lazy_torch_file(
     """
     load = load or _load
     try:
-        with open_regular(path) as opened:
+        with path.open("rb") as opened:
             file = opened if part is None else _FilePart(opened, *part)
             if file.read(2) != b"PK":
                 raise ValueError("it was saved by a version of PyTorch before 1.6")
@@ -181,7 +180,7 @@ def lazy_torch_file(
     start = 0 if part is None else part[0]
 
     def read_into(target: Tensor, begin: int) -> None:
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             fill_from(file, target, begin, path)
 
     def lazy(fake: Tensor) -> LazyTensor:
@@ -212,7 +211,7 @@ class _FilePart(RangeFile):
 
 def torch_file_layout(path: AnyPath) -> Any:
     """Return the contents of a file of `torch.save` with each tensor replaced by its file offset."""
-    with open_regular(path) as file, FakeTensorMode():
+    with path.open("rb") as file, FakeTensorMode():
         tree = _load(file)
 
     def position(fake: Tensor) -> int:

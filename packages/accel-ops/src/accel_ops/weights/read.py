@@ -21,7 +21,7 @@ from accel_ops.weights.layout import (
 from accel_ops.weights.mapped import can_replace_mapped
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state.errors import CheckpointError, first_line, some_of
-from accel_state.files import any_path, open_regular, read_json
+from accel_state.files import any_path, read_json
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemotePath
 
@@ -198,7 +198,7 @@ def load_bin(path: AnyPath, *, mapped: bool = False) -> dict[str, Tensor]:
     Raises:
         CheckpointError: The file is damaged, or holds more than plain tensors.
     """
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         is_zip = file.read(len(_ZIP)) == _ZIP
         file.seek(0)
         source, mmap = (file, False) if isinstance(path, RemotePath) else (path, is_zip and mapped)
@@ -216,7 +216,7 @@ def load_bin(path: AnyPath, *, mapped: bool = False) -> dict[str, Tensor]:
 
 def is_mappable(path: Path) -> bool:
     """Return whether `torch.load(mmap=True)` reads a file: files of torch before 1.6 must be read in full."""
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         return file.read(len(_ZIP)) == _ZIP
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from accel_ops.weights.mapped import can_replace_mapped
 from accel_ops.weights.tensors import is_dense, tensor_memory
 from accel_state.errors import CheckpointError, first_line, some_of
-from accel_state.files import libc, open_regular
+from accel_state.files import libc
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemoteFile, RemotePath
 
@@ -75,11 +75,11 @@ class SafetensorsFile:
         self._map: mmap.mmap | None = None
         if isinstance(self.path, RemotePath):
             self._version = self.path.version()
-            self._remote = self.path.open()
+            self._remote = RemoteFile(self.path)
             self.size = self._remote.size
             self.entries, self.metadata = _read_header(self._remote, self.size, self.path)
             return
-        with open_regular(self.path) as file:
+        with self.path.open("rb") as file:
             self.size = os.fstat(file.fileno()).st_size
             self.entries, self.metadata = _read_header(file, self.size, self.path)
             self._descriptor = None
@@ -114,7 +114,7 @@ class SafetensorsFile:
         if self._descriptor is not None:
             fill_from(self._descriptor, target, begin, self.path)
             return
-        with open_regular(self.path) as file:
+        with self.path.open("rb") as file:
             fill_from(file, target, begin, self.path)
 
     def check_unchanged(self) -> None:
@@ -154,7 +154,7 @@ class SafetensorsFile:
         if self._map is None and self._descriptor is not None:
             self._map = _map_private(self._descriptor, self.size)
         elif self._map is None:
-            with open_regular(self.path) as file:
+            with self.path.open("rb") as file:
                 self._map = _map_private(file.fileno(), self.size)
         return self._map
 

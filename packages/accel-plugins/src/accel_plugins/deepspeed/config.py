@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, cast
 from accel_plugins.kwargs import is_count
 from accel_plugins.strategy import Feature, FromConfiguration
 from accel_state.errors import SettingsError, did_you_mean
-from accel_state.files import CONFIG_LIMIT, read_regular
 from accel_state.frozen import frozen
 from accel_state.libraries import is_installed
 from accel_state.logging import get_logger
@@ -168,10 +167,8 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
         is_file = False
     where = f"the file {str(path)!r}" if is_file else "the base64 text"
     try:
-        if is_file:
-            text = read_regular(path, limit=CONFIG_LIMIT, error=SettingsError).decode()
-        else:
-            text = base64.urlsafe_b64decode(str(source)).decode()
+        content = path.read_bytes() if is_file else base64.urlsafe_b64decode(str(source))
+        text = content.decode()
     except (OSError, binascii.Error, UnicodeError) as error:
         if is_file:
             raise SettingsError(f"The DeepSpeed configuration in {where} cannot be read: {error}.") from None

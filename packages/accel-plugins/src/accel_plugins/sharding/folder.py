@@ -41,7 +41,7 @@ from accel_plugins.sharding.state import (
     shard_file,
 )
 from accel_state.errors import CheckpointError, did_you_mean
-from accel_state.files import RestrictedUnpickler, open_regular
+from accel_state.files import RestrictedUnpickler
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemoteFile, RemotePath
 from accel_state.torch_private import StorageInfo, flatten_state_dict
@@ -296,7 +296,7 @@ class _StoreFiles:
 
     def create_stream(self, path: RemotePath, mode: str) -> RemoteFile:
         del mode  # always "rb"
-        return path.open()
+        return RemoteFile(path)
 
     def concat_path(self, path: RemotePath, suffix: str) -> RemotePath:
         return path / suffix
@@ -370,7 +370,7 @@ def unpickle(path: AnyPath) -> Any:
         CheckpointError: The file is damaged, or has objects of classes that are not allowed.
     """
     try:
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             return _IndexUnpickler(file).load()
     except DAMAGE as error:
         raise CheckpointError(f"{str(path)!r} is not the index of a sharded state: {error}.") from error

@@ -128,7 +128,7 @@ def record_of(path: AnyPath, *, to_disk: bool = False) -> FileRecord:
     """Read a file and hash it."""
     digest, size = xxhash.xxh3_64(), 0
     if isinstance(path, RemotePath):
-        with path.open() as remote:
+        with RemoteFile(path) as remote:
             buffer = memoryview(bytearray(min(_REMOTE_CHUNK, remote.size)))
             while count := remote.readinto(buffer):
                 digest.update(buffer[:count])
@@ -197,7 +197,7 @@ class HashedReader(io.RawIOBase):
         self._resources = ExitStack()
         self._helper: ThreadPoolExecutor | None = None
         if isinstance(path, RemotePath):
-            self._file: RemoteFile | FileIO = self._resources.enter_context(path.open())
+            self._file: RemoteFile | FileIO = self._resources.enter_context(RemoteFile(path))
             self._size = self._file.size
         else:
             self._file = self._resources.enter_context(path.open("rb", buffering=0))

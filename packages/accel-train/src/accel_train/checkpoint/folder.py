@@ -15,7 +15,6 @@ from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_plugins.deepspeed.folder import is_engine_folder
 from accel_plugins.sharding.state import INDEX_NAME, is_sharded_folder
 from accel_state.errors import CheckpointError
-from accel_state.files import open_regular
 from accel_state.remote import AnyPath, RemotePath
 from accel_train.checkpoint import layout, stores
 from accel_train.checkpoint.files import (
@@ -201,7 +200,7 @@ _ZIP = b"PK\x03\x04"
 
 def _check_saved(path: AnyPath) -> None:
     """Reject a truncated file of `torch.save`."""
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         start = file.read(len(_ZIP))
         # Files of torch before 1.6 are no zip files: only reading them shows whether they are complete.
         is_cut_off = not start or (start == _ZIP and not zipfile.is_zipfile(file))

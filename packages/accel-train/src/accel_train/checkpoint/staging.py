@@ -256,7 +256,7 @@ def read_object(path: AnyPath, *, file: Any = None, **kwargs: Any) -> Any:
     if file is None and isinstance(path, RemotePath):
         if options.get("mmap"):
             raise SettingsError(f"mmap=True needs a local file, and {str(path)!r} is on a store.")
-        with path.open() as remote:
+        with path.open("rb") as remote:
             return read_object(path, file=remote, **kwargs)
     try:
         with torch.serialization.safe_globals(SAFE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
@@ -26,7 +27,7 @@ from accel_plugins.parallelism.experts import experts_of
 from accel_plugins.parallelism.tensor import ShardedExperts, plan_of
 from accel_plugins.pipeline.stages import lay_out
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
-from accel_state.files import any_path, read_json
+from accel_state.files import any_path
 from accel_state.frozen import frozen
 from accel_state.labels import CustomDtype
 from accel_state.libraries import is_timm_available, is_transformers_available
@@ -123,8 +124,8 @@ def _tree(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> nn.Modu
 
 def _read_config(path: Path) -> Mapping[str, Any]:
     try:
-        content = read_json(path, what="configuration", error=SettingsError)
-    except OSError as error:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise SettingsError(f"configuration {str(path)!r} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise SettingsError(f"configuration {str(path)!r} is not a JSON object.")
