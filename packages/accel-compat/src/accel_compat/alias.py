@@ -136,8 +136,45 @@ class TopLevelLoader:
             __all__=[*table["__all__"]],
             __file__=accel.__file__,
             _EXPORTS=table["_EXPORTS"],
-            _ORIGINALS={},
         )
+        LazyModule.__setattr__, LazyModule.__delattr__ = _replace_everywhere, _restore_everywhere
+
+
+_originals: dict[tuple[str, str], Any] = {}
+"""The objects that were replaced, by module and name."""
+
+
+def _replace_everywhere(module: ModuleType, name: str, value: Any) -> None:
+    """Assign a name of a module; replace its object in each module of accel that has imported it.
+
+    A program that patches a function under its documented name patches the function that is called.
+    """
+    key, before = (module.__name__, name), getattr(module, name, module)
+    ModuleType.__setattr__(module, name, value)
+    # The import system binds a submodule in its package, which is no patch.
+    is_submodule = isinstance(value, ModuleType) and value.__name__ == f"{module.__name__}.{name}"
+    if name.startswith("__") or before is module or (is_submodule and key not in _originals):
+        return
+    if _originals.setdefault(key, before) is value:
+        del _originals[key]
+    _replace(name, before, value)
+
+
+def _restore_everywhere(module: ModuleType, name: str) -> None:
+    """Delete a name of a module; `unittest.mock` so ends a patch of a name found through `__getattr__`."""
+    replacement, key = vars(module).get(name), (module.__name__, name)
+    ModuleType.__delattr__(module, name)
+    if key in _originals:
+        _replace(name, replacement, _originals.pop(key))
+
+
+def _replace(name: str, before: object, after: object) -> None:
+    for module_name, module in list(sys.modules.items()):
+        top = module_name.partition(".")[0]
+        if (top in ("accel", REFERENCE) or top.startswith("accel_")) and vars(module).get(
+            name, module
+        ) is before:
+            vars(module)[name] = after
 
 
 class TopLevel(LazyModule):

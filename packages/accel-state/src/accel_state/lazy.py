@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -21,43 +20,7 @@ _AS_ITSELF = re.compile(r"\b(\w+) as \1\b")
 
 
 class LazyModule(ModuleType):
-    """A package or module whose names are defined in other modules.
-
-    Assigning to such a name also patches the defining module and each of our modules that has imported it:
-    a program that patches a function under its documented name patches the function that is called. Deleting
-    the name restores the original everywhere; `unittest.mock` and pytest's `monkeypatch` delete a name that
-    they found through `__getattr__`.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        originals: dict[str, Any] = vars(self).get("_ORIGINALS", {})
-        is_export = name in vars(self).get("_EXPORTS", ()) or name in _visible_names(self, name)
-        # The import system binds a submodule in its package, which is no patch.
-        is_submodule = isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}"
-        if not is_export or (name not in originals and is_submodule):
-            super().__setattr__(name, value)
-            return
-        before = getattr(self, name)
-        if originals.setdefault(name, before) is value:
-            del originals[name]
-        super().__setattr__(name, value)
-        _replace(name, before, value)
-
-    def __delattr__(self, name: str) -> None:
-        replacement = vars(self).get(name)
-        super().__delattr__(name)
-        originals: dict[str, Any] = vars(self).get("_ORIGINALS", {})
-        if name in originals:
-            _replace(name, replacement, originals.pop(name))
-
-
-def _replace(name: str, before: object, after: object) -> None:
-    """Replace an object under a name in each of our other modules, also those imported as `accelerate`."""
-    for module_name, module in list(sys.modules.items()):
-        top = module_name.partition(".")[0]
-        is_ours = (top in ("accel", "accelerate") or top.startswith("accel_")) and module_name != __name__
-        if is_ours and vars(module).get(name, module) is before:
-            vars(module)[name] = after
+    """A package or module whose names are defined in other modules; see `attach`."""
 
 
 def attach(package: str, visible: str | None = None) -> None:
@@ -88,7 +51,6 @@ def attach(package: str, visible: str | None = None) -> None:
         __dir__=lambda: sorted(exports),
         __all__=sorted(name for name in exports if name[0] != "_" and exports[name][-1] != ":"),
         _EXPORTS=exports,
-        _ORIGINALS={},
         _VISIBLE=visible,
     )
     module.__class__ = LazyModule
@@ -177,29 +139,13 @@ def exports_of(stub: str, package: str) -> dict[str, str]:
 
 
 def entry_points_of(group: str) -> EntryPoints:
-    """Return the entry points of a group.
-
-    The metadata of every distribution is read once (0.1 s for 300 of them), and once more after a folder of
-    `sys.path` has changed, so that distributions installed meanwhile are found.
-    """
-    return _entry_points_of(group, tuple((path, _changed_at(path)) for path in sys.path))
-
-
-@functools.lru_cache(maxsize=16)
-def _entry_points_of(group: str, folders: tuple[tuple[str, int], ...]) -> EntryPoints:
-    return _read_entry_points(folders).select(group=group)
+    """Return the entry points of a group."""
+    return _entry_points_on((*sys.path,)).select(group=group)
 
 
 @functools.lru_cache(maxsize=1)
-def _read_entry_points(_folders: tuple[tuple[str, int], ...]) -> Any:
+def _entry_points_on(_folders: tuple[str, ...]) -> Any:  # reading 300 distributions takes 0.1 s
     return entry_points()
-
-
-def _changed_at(path: str) -> int:
-    try:
-        return Path(path).stat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 class Named(Protocol):
