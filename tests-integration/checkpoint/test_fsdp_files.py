@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -161,3 +162,47 @@ def test_a_strategy_without_shards_is_refused(tmp_path):
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     with pytest.raises(SettingsError, match=r"'ddp' does not shard anything. Use save_state"):
         save_fsdp_model(plugin, accelerator, model, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@distributed(world_size=2)
+def test_an_error_on_one_rank_is_an_error_on_all(form, tmp_path):
+    plugin, accelerator, model, optimizer = make(2, form)
+    step(accelerator, model, optimizer)
+    save_fsdp_model(plugin, accelerator, model, tmp_path / "here")
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, tmp_path / "here")
+    blocked, of_rank = tmp_path / "file", dist.get_rank()
+    blocked.write_text("not a folder")
+    mine = blocked if of_rank == 0 else tmp_path / "other"
+    for call in (
+        lambda: save_fsdp_model(plugin, accelerator, model, mine / "inner"),
+        lambda: save_fsdp_optimizer(plugin, accelerator, optimizer, model, mine / "inner"),
+    ):
+        with pytest.raises(OSError if of_rank == 0 else CheckpointWriteError, match="file"):
+            call()
+    nowhere = tmp_path / ("here" if of_rank == 0 else "nowhere")
+    for load in (
+        lambda: load_fsdp_model(plugin, accelerator, model, nowhere),
+        lambda: load_fsdp_optimizer(plugin, accelerator, optimizer, model, nowhere),
+    ):
+        with pytest.raises(CheckpointError, match="nowhere"):
+            load()
+    step(accelerator, model, optimizer)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@distributed(world_size=2)
+def test_numbers_of_numpy_in_the_groups_of_a_sharded_optimizer(version, tmp_path):
+    plugin, accelerator, model, optimizer = make(version, "SHARDED_STATE_DICT")
+    step(accelerator, model, optimizer)
+    rate = np.float64(0.25)
+    optimizer.param_groups[0]["lr"] = rate
+    accelerator.save_state(tmp_path / "state")
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, tmp_path / "one")
+    for load in (
+        lambda: accelerator.load_state(tmp_path / "state"),
+        lambda: load_fsdp_optimizer(plugin, accelerator, optimizer, model, tmp_path / "one"),
+    ):
+        optimizer.param_groups[0]["lr"] = 0.5
+        load()
+        assert optimizer.param_groups[0]["lr"] == rate

@@ -8,8 +8,6 @@ from itertools import count, takewhile
 from pathlib import PurePosixPath
 from typing import Any, cast
 
-import torch
-
 from accel_convert.adapters import is_adapter, merge_adapter
 from accel_convert.contents import CheckpointContents, OptimizerContents, weights_in
 from accel_convert.deepspeed import (
@@ -33,11 +31,11 @@ from accel_plugins.sharding.state import INDEX_NAME, is_sharded_folder
 from accel_state.errors import CheckpointError, SettingsError, some_of
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath
+from accel_state.unpickling import load_safely
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.contents import MODEL_KEY, OPTIMIZER_KEY
 from accel_train.checkpoint.files import sizes_in
 from accel_train.checkpoint.folder import check, read_manifest
-from accel_train.checkpoint.staging import SAFE
 
 
 def open_checkpoint(path: AnyPath, base: AnyPath | None = None) -> CheckpointContents:
@@ -128,7 +126,7 @@ def _full_state(folder: AnyPath) -> CheckpointContents:
     optimizers: list[OptimizerContents] = []
     numbers = [*_numbers(lambda index: _has(folder, layout.optimizer_name(index)))]
     for index in numbers:
-        state = lazy_torch_file(folder / layout.optimizer_name(index), load=_load_object)
+        state = lazy_torch_file(folder / layout.optimizer_name(index), load=load_safely)
         if not isinstance(state, dict) or not {"state", "param_groups"} <= {*state}:
             dropped.append(f"{layout.optimizer_name(index)}: it is not the state of a torch optimizer")
             continue
@@ -147,11 +145,6 @@ def _optimizer(
     if all(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
         return named_optimizer(state)  # other libraries' FSDP1 has names in full states
     return name_parameters(state["state"], state["param_groups"], weights, in_order=in_order)
-
-
-def _load_object(file: Any) -> Any:
-    with torch.serialization.safe_globals(SAFE):
-        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def of_state(

@@ -27,6 +27,7 @@ from accel_plugins.sharding.folder import compact, entries, put
 from accel_state.errors import CheckpointError
 from accel_state.remote import AnyPath
 from accel_state.torch_private import StorageInfo, flatten_state_dict
+from accel_state.unpickling import load_safely
 
 if TYPE_CHECKING:
     from accel_ops.weights.safetensors_io import ByteSink
@@ -53,7 +54,7 @@ def read_lazily(folder: AnyPath, index: Metadata) -> tuple[dict[str, Any], list[
             file.seek(stored.offset)
             content = io.BytesIO(file.read(stored.length))
         try:
-            put(state, entry.path, torch.load(content, map_location="cpu", weights_only=True))
+            put(state, entry.path, load_safely(content))
         except (pickle.UnpicklingError, RuntimeError, EOFError):
             refused.append(entry.key)
     return state, refused

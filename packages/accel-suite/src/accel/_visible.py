@@ -545,7 +545,7 @@ NAMES = {
         "get_logger": "accel_state.logging",
         "PartialState": "accel_state.partial_state",
         "get_free_port": "accel_state.topology:free_port",
-        "TORCH_SAFE_GLOBALS": "accel_train.checkpoint.staging:SAFE",
+        "TORCH_SAFE_GLOBALS": "accel_state.unpickling:SAFE",
         "logger": "accel_train.profiling",
         "OrderedDict": "collections",
         "collections": "collections:",

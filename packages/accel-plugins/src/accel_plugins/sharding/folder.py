@@ -45,6 +45,7 @@ from accel_state.files import RestrictedUnpickler
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemoteFile, RemotePath
 from accel_state.torch_private import StorageInfo, flatten_state_dict
+from accel_state.unpickling import load_safely
 
 if TYPE_CHECKING:
     from accel_ops.weights.safetensors_io import ByteSink
@@ -181,8 +182,8 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def load_object(state: Any, path: tuple[str | int, ...], file: io.BytesIO) -> None:
-    """Unpickle an object with `weights_only=True` and set it in a state."""
-    put(state, path, torch.load(file, weights_only=True))
+    """Unpickle an object of plain containers, tensors and numpy's values, and set it in a state."""
+    put(state, path, load_safely(file, map_location=None))
 
 
 def put(state: Any, path: tuple[str | int, ...], value: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,11 @@ def make_all_gather(runtime: Runtime, channel: str, *, in_main_thread: bool) -> 
         channel=channel,
         in_main_thread=in_main_thread,
     )
+
+
+def first_problem(problems: Iterable[str]) -> str:
+    """Return the first of the problems of all ranks, with its rank; empty if there is none."""
+    return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), "")
 
 
 class SingleProcess:

@@ -37,6 +37,7 @@ from accel_state.remote import AnyPath
 from accel_state.torch_private import is_traceable_wrapper_subclass
 from accel_train.checkpoint import folder as folders
 from accel_train.checkpoint import layout, stores
+from accel_train.checkpoint.agreement import first_problem
 from accel_train.checkpoint.contents import (
     ENGINE_KEY,
     model_loader,
@@ -69,7 +70,7 @@ def load(
     candidates = _candidates(run, input_dir)
     source = open_newest_complete(run, candidates, {"map_location": location, "options": options})
     # 2. Restore the objects of this rank.
-    with _raising_everywhere(run):
+    with run.raising_everywhere(WHAT):
         try:
             with releasable(source.mapped_tensors()):
                 _restore(run, source, to_model)
@@ -83,19 +84,6 @@ def load(
             )
     logger.info("Loaded the state from %s.", source.folder)
     return source.folder
-
-
-@contextmanager
-def _raising_everywhere(run: CheckpointContext) -> Generator[None]:
-    """Raise the error of a block on this rank, or that of another one."""
-    try:
-        yield
-    except Exception as error:  # hooks and load_state_dict are users' code, and all ranks need the error
-        run.main.exchange(WHAT, repr(error))
-        raise
-    problem = first_problem(run.main.exchange(WHAT, ""))
-    if problem:
-        raise CheckpointError(problem)
 
 
 def has_checkpoint(run: CheckpointContext) -> bool:
@@ -207,11 +195,6 @@ def open_newest_complete(
         if len(candidates) > 1:
             logger.warning("Skipped: %s", source)
     raise CheckpointError(problems[0] if len(problems) == 1 else f"No checkpoint is complete. {problems[0]}")
-
-
-def first_problem(problems: Iterable[str]) -> str:
-    """Return the first of the problems of all ranks, with its rank; empty if there is none."""
-    return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), "")
 
 
 def _attempt(run: CheckpointContext, folder: AnyPath, options: Mapping[str, Any]) -> CheckpointReader | str:
@@ -502,7 +485,7 @@ def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping
     models = run.bare_models
     wrapped = dict(zip(map(id, models), prepared.models, strict=True))
     with (
-        _raising_everywhere(run),  # what follows has collectives
+        run.raising_everywhere(WHAT),  # what follows has collectives
         hook_folder(source.folder, used=bool(run.load_hooks)) as folder,
     ):
         for hook in tuple(run.load_hooks.values()):

@@ -6,6 +6,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -35,7 +36,7 @@ from accel_plugins.sharding.state import (
 )
 from accel_plugins.unsharded import with_offloaded_weights
 from accel_state import runtime
-from accel_state.errors import CheckpointError, SettingsError, some_of
+from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError, some_of
 from accel_state.files import any_path, local_path
 from accel_state.logging import get_logger
 from accel_state.partial_state import PartialState
@@ -242,14 +243,15 @@ def save_fsdp_model(
             says so.
     """
     access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
-    folder = _make_folder(output_dir)
+    with access.saving():
+        folder = _make_folder(output_dir)
     if access.form is StateForm.FULL:
-        state = access.persister.full_state_dict(model, keep=access.topology.is_main)
-        save(_adapter_of(model, state, adapter_only), folder / layout.fsdp_weights_name(model_index))
+        with access.saving():
+            state = access.persister.full_state_dict(model, keep=access.topology.is_main)
+            save(_adapter_of(model, state, adapter_only), folder / layout.fsdp_weights_name(model_index))
     else:
         state = _adapter_of(model, access.shards.model_tensors(model), adapter_only)
-        target = folder / layout.sharded_model_name(model_index)
-        _write_folder(access, accelerator, target, {MODEL_KEY: state})
+        _write_folder(access, folder / layout.sharded_model_name(model_index), {MODEL_KEY: state})
     accelerator.wait_for_everyone()
 
 
@@ -280,10 +282,12 @@ def load_fsdp_model(
     folder = local_path(input_dir, "input_dir")
     strict = {"strict": False} if adapter_only and _has_adapter(model) else {}
     if access.form is StateForm.FULL:
-        state: Any = read_object(_require_file(folder / layout.fsdp_weights_name(model_index)))
+        with access.run.raising_everywhere("load_fsdp_model()"):
+            state: Any = read_object(_require_file(folder / layout.fsdp_weights_name(model_index)))
         access.persister.load_full_state_dict(model, state, **strict)
     else:
-        source = _shards_in(folder, layout.sharded_model_name(model_index))
+        with access.run.raising_everywhere("load_fsdp_model()"):
+            source = _shards_in(folder, layout.sharded_model_name(model_index))
         restore_model_shards(access.run, source, model, **strict)
     accelerator.wait_for_everyone()
 
@@ -309,14 +313,16 @@ def save_fsdp_optimizer(
         use_dcp: As for `save_fsdp_model`.
     """
     access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
-    folder, inner = _make_folder(output_dir), without_wrapper(optimizer)
+    inner = without_wrapper(optimizer)
+    with access.saving():
+        folder = _make_folder(output_dir)
     if access.form is StateForm.FULL:
-        state = access.persister.full_optimizer_state(inner, [model], keep=access.topology.is_main)
-        save(state, folder / layout.optimizer_name(optimizer_index))
+        with access.saving():
+            state = access.persister.full_optimizer_state(inner, [model], keep=access.topology.is_main)
+            save(state, folder / layout.optimizer_name(optimizer_index))
     else:
         state = access.shards.optimizer_tensors(inner, [model])
-        target = folder / layout.sharded_optimizer_name(optimizer_index)
-        _write_folder(access, accelerator, target, {OPTIMIZER_KEY: state})
+        _write_folder(access, folder / layout.sharded_optimizer_name(optimizer_index), {OPTIMIZER_KEY: state})
     accelerator.wait_for_everyone()
 
 
@@ -349,10 +355,12 @@ def load_fsdp_optimizer(
     access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
     folder, inner = local_path(input_dir, "input_dir"), without_wrapper(optimizer)
     if access.form is StateForm.FULL:
-        state: Any = read_object(_require_file(folder / layout.optimizer_name(optimizer_index)))
+        with access.run.raising_everywhere("load_fsdp_optimizer()"):
+            state: Any = read_object(_require_file(folder / layout.optimizer_name(optimizer_index)))
         access.persister.load_full_optimizer_state(inner, [model], state)
     else:
-        source = _shards_in(folder, layout.sharded_optimizer_name(optimizer_index))
+        with access.run.raising_everywhere("load_fsdp_optimizer()"):
+            source = _shards_in(folder, layout.sharded_optimizer_name(optimizer_index))
         restore_optimizer_shards(access.run, source, inner)
     accelerator.wait_for_everyone()
 
@@ -375,18 +383,23 @@ class _Access:
             )
         self.shards: ShardedStates = parts.strategy.shards
 
+    def saving(self) -> AbstractContextManager[None]:
+        """Return a block whose error on one rank is one on all."""
+        return self.run.raising_everywhere("save_fsdp_*()", CheckpointWriteError)
 
-def _write_folder(access: _Access, accelerator: Any, folder: Path, state: Mapping[str, Any]) -> None:
+
+def _write_folder(access: _Access, folder: Path, state: Mapping[str, Any]) -> None:
     """Write the shards of this rank; when all ranks are done, the main process writes the index."""
-    make_folder(folder)
-    if accelerator.is_main_process:
-        remove(folder / INDEX_NAME)  # an earlier save is no longer complete
-    accelerator.wait_for_everyone()
-    for part in parts_of_folder(access.run, folder.name, state):
-        write_file(folder.parent / part.name, part.write_to, to_disk=True)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        sharding.folder.write_index(folder, range(accelerator.num_processes))
+    with access.saving():
+        make_folder(folder)
+        if access.topology.is_main:
+            remove(folder / INDEX_NAME)  # an earlier save is no longer complete
+    with access.saving():
+        for part in parts_of_folder(access.run, folder.name, state):
+            write_file(folder.parent / part.name, part.write_to, to_disk=True)
+    with access.saving():
+        if access.topology.is_main:
+            sharding.folder.write_index(folder, range(access.topology.world_size))
 
 
 def _has_adapter(model: nn.Module) -> bool:
@@ -418,7 +431,9 @@ def _require_file(path: Path) -> Path:
 
 
 def _shards_in(path: Path, name: str) -> Path:
-    return path if is_sharded_folder(path) else path / name
+    folder = path if is_sharded_folder(path) else path / name
+    sharding.folder.read_index(folder)
+    return folder
 
 
 def merge_fsdp_weights(
@@ -456,7 +471,7 @@ def merge_fsdp_weights(
             merge_folder(checkpoint_dir, output_path, safe_serialization)
             if remove_checkpoint_dir:
                 folder.remove_tree() if isinstance(folder, RemotePath) else remove(folder)
-        except (ImportError, OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - all ranks wait for it
             failure = [error]
     if state is not None:
         runtime.current().collectives.broadcast_object_list(failure, 0)

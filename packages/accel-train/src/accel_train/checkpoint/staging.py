@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, UntypedStorage
 
@@ -19,6 +18,7 @@ from accel_state.errors import CheckpointError, SettingsError
 from accel_state.libraries import is_torch_version
 from accel_state.remote import AnyPath, RemotePath
 from accel_state.streams import DeviceStreams, device_streams, pinned_if_possible
+from accel_state.unpickling import load_safely
 
 _BLOCK = 64 << 20  # bytes of host memory that are allocated at once, unless a storage is larger
 _ALIGNMENT = 64
@@ -215,21 +215,6 @@ def _crc_off() -> Generator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-_reconstruct: Any = np.ndarray(0).__reduce__()[0]
-_scalar: Any = np.float64(0).__reduce__()[0]
-_NUMPY_TYPES = [type(np.dtype(code)) for code in "?bhilqBHILQefdFDU"]
-SAFE: list[Any] = [
-    (_reconstruct, "numpy.core.multiarray._reconstruct"),  # its name in numpy 1
-    (_reconstruct, "numpy._core.multiarray._reconstruct"),
-    (_scalar, "numpy.core.multiarray.scalar"),
-    (_scalar, "numpy._core.multiarray.scalar"),
-    np.ndarray,
-    np.dtype,
-    *_NUMPY_TYPES,
-]
-"""What `read_object` may build besides tensors and plain containers: numpy's numbers, texts, and arrays."""
-
-
 def location_of(value: Any, device: torch.device) -> torch.device:
     """Return the device that a `map_location` means."""
     try:
@@ -252,15 +237,13 @@ def read_object(path: AnyPath, *, file: Any = None, **kwargs: Any) -> Any:
     Raises:
         CheckpointError: The file holds other objects, or is damaged.
     """
-    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True, **kwargs}
     if file is None and isinstance(path, RemotePath):
-        if options.get("mmap"):
+        if kwargs.get("mmap"):
             raise SettingsError(f"mmap=True needs a local file, and {str(path)!r} is on a store.")
         with path.open("rb") as remote:
             return read_object(path, file=remote, **kwargs)
     try:
-        with torch.serialization.safe_globals(SAFE):
-            return torch.load(str(path) if file is None else file, **options)
+        return load_safely(str(path) if file is None else file, **kwargs)
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()
         raise CheckpointError(
