@@ -92,31 +92,26 @@ class DeepSpeedSettings:
         "ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.",
         parse=integer(0, 3),
         choices=("0", "1", "2", "3"),
-        question="Which ZeRO stage? (0: off, 1: optimizer state, 2: and gradients, 3: and parameters)",
         ask_if=_without_file,
     )
     offload_optimizer_device: str | None = _deepspeed_row(
         "Device for offloaded optimizer state (none: no offloading).",
         choices=_DEVICES,
-        question="Offload optimizer state to which device? (none: no offloading)",
         ask_if=_is_zero,
     )
     offload_param_device: str | None = _deepspeed_row(
         "With stage 3: device for offloaded parameters (none: no offloading).",
         choices=_DEVICES,
-        question="Offload parameters to which device? (none: no offloading)",
         ask_if=lambda answers: _is_zero(answers) and answers("deepspeed.zero_stage") == 3,
     )
     offload_optimizer_nvme_path: str | None = _deepspeed_row(
         "NVMe folder for optimizer state.",
         parse=optional(str, "none"),
-        question="Path of the NVMe folder for optimizer state?",
         ask_if=lambda answers: _is_zero(answers) and answers("deepspeed.offload_optimizer_device") == "nvme",
     )
     offload_param_nvme_path: str | None = _deepspeed_row(
         "NVMe folder for parameters.",
         parse=optional(str, "none"),
-        question="Path of the NVMe folder for parameters?",
         ask_if=lambda answers: _is_zero(answers) and answers("deepspeed.offload_param_device") == "nvme",
     )
     gradient_clipping: float | None = _deepspeed_row(
@@ -129,12 +124,10 @@ class DeepSpeedSettings:
     zero3_init_flag: bool | None = _deepspeed_row(
         "With stage 3: shard models during construction (deepspeed.zero.Init).",
         variable="ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        question="Shard models during construction? (deepspeed.zero.Init)",
         ask_if=_stage_three,
     )
     zero3_save_16bit_model: bool | None = _deepspeed_row(
         "With stage 3: gather sharded weights into a full state dict when saving.",
-        question="Gather sharded weights into a full state dict when saving?",
         ask_if=lambda answers: _without_file(answers) and _stage_three(answers),
     )
     transformer_moe_cls_names: str | None = _deepspeed_row(
@@ -158,7 +151,6 @@ class HostSettings:
     )
     hostfile: str | None = _hosts(
         "Hostfile of the nodes, with lines such as worker-1 slots=8.",
-        question="Path of the hostfile?",
         ask_if=lambda answers: (
             _among_machines(answers) and answers("hosts.launcher") not in {None, "standard"}
         ),
@@ -248,24 +240,18 @@ class FsdpSettings:
         "Version 1: sharding strategy.",
         parse=one_of(*FSDP_SHARDING_STRATEGY, numbered=True),
         choices=tuple(FSDP_SHARDING_STRATEGY),
-        question="Which sharding strategy do you want?",
         ask_if=_first,
     )
     reshard_after_forward: bool | int | str | None = _fsdp_row(
         "Version 2: reshard parameters after the forward pass (true, false), or to this many ranks.",
         parse=_reshard,
-        question="Reshard parameters after the forward pass? (true: less memory)",
         ask_if=lambda answers: _fsdp_on(answers) and answers("fsdp.fsdp_version") == 2,
     )
     cpu_offload: bool | None = _fsdp_row(
-        "Offload parameters, gradients and optimizer state to the CPU.",
-        short="offload_params",
-        question="Offload parameters, gradients and optimizer state to the CPU?",
+        "Offload parameters, gradients and optimizer state to the CPU.", short="offload_params"
     )
     auto_wrap_policy: str | None = _fsdp_row(
-        "Auto-wrap policy, which chooses the FSDP units.",
-        choices=tuple(FSDP_AUTO_WRAP_POLICY),
-        question="Which auto-wrap policy do you want?",
+        "Auto-wrap policy, which chooses the FSDP units.", choices=tuple(FSDP_AUTO_WRAP_POLICY)
     )
     transformer_cls_names_to_wrap: tuple[str, ...] | None = _fsdp_row(
         "Classes that TRANSFORMER_BASED_WRAP makes FSDP units, separated by commas.",
@@ -281,7 +267,6 @@ class FsdpSettings:
         "Minimum number of parameters of an FSDP unit with SIZE_BASED_WRAP.",
         parse=integer(0),
         launch_default="100000000",
-        question="Minimum number of parameters of an FSDP unit?",
         ask_if=lambda answers: _fsdp_on(answers) and answers("fsdp.auto_wrap_policy") == "SIZE_BASED_WRAP",
     )
     backward_prefetch: str | None = _fsdp_row(
@@ -289,59 +274,52 @@ class FsdpSettings:
         parse=one_of(*FSDP_BACKWARD_PREFETCH, numbered=True),
         choices=tuple(FSDP_BACKWARD_PREFETCH),
         key_aliases=("fsdp_config.fsdp_backward_prefetch_policy",),
-        question="Which backward prefetch policy do you want?",
         ask_if=_first,
     )
     forward_prefetch: bool | None = _fsdp_row(
         "Prefetch the next all-gather in the forward pass.",
-        question="Prefetch the next all-gather in the forward pass?",
         ask_if=_first,
     )
     state_dict_type: str | None = _fsdp_row(
         "State dict type of checkpoints.",
         parse=one_of(*FSDP_STATE_DICT_TYPE, numbered=True),
         choices=tuple(FSDP_STATE_DICT_TYPE),
-        question="Which state dict type do you want for checkpoints?",
     )
     use_orig_params: bool | None = _fsdp_row(
         "Version 1: keep the original parameters visible instead of flat ones.",
         launch_default="true",
-        question="Keep the original parameters visible? (use_orig_params)",
         ask_if=_first,
     )
     cpu_ram_efficient_loading: bool | None = _fsdp_row(
-        "Load weights on rank 0 only; prepare broadcasts them to the other ranks.",
-        launch_default="true",
-        question="Load weights on rank 0 only, and broadcast them? (saves CPU RAM)",
+        "Load weights on rank 0 only; prepare broadcasts them to the other ranks.", launch_default="true"
     )
     sync_module_states: bool | None = _fsdp_row(
         "Version 1: broadcast rank 0's parameters and buffers to all ranks.",
         launch_default="true",
-        question="Broadcast rank 0's parameters and buffers to all ranks?",
         ask_if=lambda answers: _first(answers) and not answers("fsdp.cpu_ram_efficient_loading"),
     )
     activation_checkpointing: bool | None = _fsdp_row(
-        "Activation checkpointing: recompute the activations of blocks in the backward pass.",
-        question="Use activation checkpointing? (less memory, more time)",
+        "Activation checkpointing: recompute the activations of blocks in the backward pass."
     )
     activation_checkpointing_offload: bool | None = _fsdp_row(
         "Offload checkpointed activations to the CPU.",
-        question="Offload checkpointed activations to the CPU?",
         ask_if=lambda answers: _fsdp_on(answers) and answers("fsdp.activation_checkpointing"),
     )
     ignored_modules: str | None = _fsdp_row(
-        "Modules to leave unsharded: a regular expression for their full names.",
+        "Modules to leave unsharded: a regular expression for their full names.", ask_if=None
     )
-    xla: bool | None = _fsdp_row("Shard models over XLA devices.", key="fsdp_config.xla")
+    xla: bool | None = _fsdp_row("Shard models over XLA devices.", key="fsdp_config.xla", ask_if=None)
     xla_fsdp_v2: bool | None = _fsdp_row(
         "On XLA devices: the compiler shards (SPMD), in one process per host.",
         short="xla_v2",
         key="fsdp_config.xla_fsdp_v2",
+        ask_if=None,
     )
     xla_fsdp_grad_ckpt: bool | None = _fsdp_row(
         "On XLA devices: recompute the activations of blocks in the backward pass.",
         short="xla_grad_ckpt",
         key="fsdp_config.xla_fsdp_grad_ckpt",
+        ask_if=None,
     )
 
 
@@ -378,10 +356,7 @@ def _attention_backend(text: str) -> str:
 
 
 def _megatron_row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
-    asked: dict[str, Any] = {"ask_if": _megatron_on} if "question" in more else {}
-    return setting(
-        lambda field: spelled(f"megatron_lm_{field}", "megatron_lm_config", **asked), help=help, **more
-    )
+    return setting(lambda field: spelled(f"megatron_lm_{field}", "megatron_lm_config"), help=help, **more)
 
 
 @documented
@@ -389,26 +364,21 @@ def _megatron_row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field i
 class MegatronSettings:
     """How Megatron-LM trains; the fields of `MegatronLMPlugin` that can be set outside of the script."""
 
-    tp_degree: int | None = _megatron_row("Tensor-parallel size.", question="Tensor-parallel size?")
+    tp_degree: int | None = _megatron_row("Tensor-parallel size.", ask_if=_megatron_on)
     sequence_parallelism: bool | None = _megatron_row(
         "Shard activations along the sequence dim (sequence parallelism).",
-        question="Shard activations along the sequence dim? (sequence parallelism)",
         ask_if=lambda answers: _megatron_on(answers) and (answers("megatron.tp_degree") or 1) > 1,
     )
-    pp_degree: int | None = _megatron_row("Pipeline-parallel size.", question="Pipeline-parallel size?")
-    num_micro_batches: int | None = _megatron_row(
-        "Micro-batches per step.", question="How many micro-batches per step?"
-    )
+    pp_degree: int | None = _megatron_row("Pipeline-parallel size.", ask_if=_megatron_on)
+    num_micro_batches: int | None = _megatron_row("Micro-batches per step.", ask_if=_megatron_on)
     recompute_activations: bool | None = _megatron_row(
-        "Recompute selected activations in the backward pass.",
-        question="Recompute selected activations in the backward pass? (less memory)",
+        "Recompute selected activations in the backward pass.", ask_if=_megatron_on
     )
     use_distributed_optimizer: bool | None = _megatron_row(
-        "Shard optimizer state across data-parallel ranks.",
-        question="Shard optimizer state across data-parallel ranks?",
+        "Shard optimizer state across data-parallel ranks.", ask_if=_megatron_on
     )
     gradient_clipping: float | None = _megatron_row(
-        "Maximum gradient norm (0 = off).", parse=number(0), question="Maximum gradient norm? (0 = off)"
+        "Maximum gradient norm (0 = off).", parse=number(0), ask_if=_megatron_on
     )
     use_custom_fsdp: bool | None = _megatron_row("Not supported: use --use_fsdp.")
     no_load_optim: bool | None = _megatron_row("Load checkpoints without optimizer state.")
@@ -496,40 +466,34 @@ class Fp8Settings:
     backend: str | None = _fp8_row(
         "FP8 backend: torchao, transformer-engine or MS-AMP.",
         choices=_FP8_BACKENDS,
-        question="Which FP8 backend do you want? (AO: torchao, TE: transformer-engine)",
         ask_if=_fp8_on,
     )
     use_autocast_during_eval: bool | None = _fp8_row(
-        "TE: use FP8 in evaluation.", const="true", question="Use FP8 in evaluation?", ask_if=_with("TE")
+        "TE: use FP8 in evaluation.", const="true", ask_if=_with("TE")
     )
     margin: int | None = _fp8_row(
         "TE: margin of the scaling factors.",
         parse=integer(0),
-        question="Which margin do you want for the scaling factors?",
         ask_if=_with("TE"),
     )
     interval: int | None = _fp8_row(
         "TE: steps between updates of the scaling factors.",
-        question="How many steps between updates of the scaling factors?",
         ask_if=_with("TE"),
     )
     fp8_format: str | None = _fp8_row(
         "TE: FP8 format (HYBRID: E4M3 forward, E5M2 backward).",
         choices=_FORMATS,
-        question="Which FP8 format do you want? (HYBRID: E4M3 forward, E5M2 backward)",
         ask_if=_with("TE"),
     )
     amax_history_len: int | None = _fp8_row(
         "TE: length of the amax history, in steps.",
         key_aliases=("fp8_config.fp8_amax_history_len", "fp8_config.amax_history_length"),
-        question="Length of the amax history, in steps?",
         ask_if=_with("TE"),
     )
     amax_compute_algo: str | None = _fp8_row(
         "TE: how the amax is chosen from the history.",
         choices=_ALGORITHMS,
         key_aliases=("fp8_config.fp8_amax_compute_algo", "fp8_config.amax_compute_algorithm"),
-        question="How is the amax chosen from the history?",
         ask_if=_with("TE"),
     )
     override_linear_precision: tuple[bool, bool, bool] | None = _fp8_row(
@@ -541,23 +505,19 @@ class Fp8Settings:
     )
     use_mxfp8_block_scaling: bool | None = _fp8_row(
         "TE: scale each block of 32 values separately (MXFP8).",
-        question="Scale each block of 32 values separately? (MXFP8)",
         ask_if=_with("TE"),
     )
     opt_level: str | None = _fp8_row(
         "MS-AMP: optimization level (O2: optimizer state in FP8 as well).",
         choices=_LEVELS,
-        question="Which MS-AMP optimization level? (O2: optimizer state in FP8 as well)",
         ask_if=_with("MSAMP"),
     )
     enable_fsdp_float8_all_gather: bool | None = _fp8_row(
         "AO: all-gather FSDP parameters in FP8.",
-        question="All-gather FSDP parameters in FP8?",
         ask_if=lambda answers: _with("AO")(answers) and bool(answers("fsdp")),
     )
     pad_inner_dim: bool | None = _fp8_row(
         "AO: pad the inner dim of matrices to a multiple of 16.",
-        question="Pad the inner dim of matrices to a multiple of 16?",
         ask_if=_with("AO"),
     )
 
@@ -611,20 +571,14 @@ class ParallelismSettings:
 
     dp_replicate_size: int | None = _parallelism_row(
         "Replicated data-parallel size: number of replicas of the model.",
-        question="How many replicas of the model do you want? (replicated data-parallel size)",
         ask_if=_with_torch,
     )
     dp_shard_size: int | None = _parallelism_row(
         "Sharded data-parallel size: number of ranks that shard each replica (FSDP).",
-        question="How many ranks should shard each replica? (sharded data-parallel size)",
         ask_if=_with_torch,
     )
-    tp_size: int | None = _parallelism_row(
-        "Tensor-parallel size.", question="Tensor-parallel size?", ask_if=_with_torch
-    )
-    cp_size: int | None = _parallelism_row(
-        "Context-parallel size (PyTorch).", question="Context-parallel size?", ask_if=_with_torch
-    )
+    tp_size: int | None = _parallelism_row("Tensor-parallel size.", ask_if=_with_torch)
+    cp_size: int | None = _parallelism_row("Context-parallel size (PyTorch).", ask_if=_with_torch)
     cp_backend: str | None = _parallelism_row(
         "Implementation of context parallelism.",
         choices=("torch",),
@@ -633,12 +587,9 @@ class ParallelismSettings:
     cp_comm_strategy: str | None = _parallelism_row(
         "Collective for exchanging keys and values.",
         choices=_COMMUNICATION,
-        question="Which collective should exchange keys and values?",
         ask_if=lambda answers: _parallelism_on(answers) and (answers("parallelism.cp_size") or 1) > 1,
     )
-    sp_size: int | None = _parallelism_row(
-        "Sequence-parallel size (Ulysses, with DeepSpeed or FSDP2).", question="Sequence-parallel size?"
-    )
+    sp_size: int | None = _parallelism_row("Sequence-parallel size (Ulysses, with DeepSpeed or FSDP2).")
     sp_backend: str | None = _parallelism_row(
         "Implementation of sequence parallelism (default: deepspeed with DeepSpeed, else torch).",
         choices=("deepspeed", "torch"),
@@ -646,7 +597,6 @@ class ParallelismSettings:
     )
     sp_seq_length_is_variable: bool | None = _parallelism_row(
         "Whether sequence lengths vary between batches.",
-        question="Do sequence lengths vary between batches?",
         ask_if=_ulysses_of_deepspeed,
     )
     sp_seq_length: int | None = _parallelism_row(
@@ -657,19 +607,15 @@ class ParallelismSettings:
     sp_attn_implementation: str | None = _parallelism_row(
         "Attention implementation.",
         choices=_ATTENTION,
-        question="Which attention implementation do you want?",
         ask_if=_ulysses_of_deepspeed,
     )
     ep_size: int | None = _parallelism_row(
         "Expert-parallel size: number of ranks across which a layer's experts are sharded.",
-        question="Across how many ranks should a layer's experts be sharded? (expert-parallel size)",
         ask_if=_with_torch,
     )
-    pp_size: int | None = _parallelism_row(
-        "Pipeline-parallel size (PyTorch).", question="Pipeline-parallel size?", ask_if=_with_torch
-    )
+    pp_size: int | None = _parallelism_row("Pipeline-parallel size (PyTorch).", ask_if=_with_torch)
     pp_schedule: str | None = _parallelism_row(
-        "Schedule of the pipeline.", choices=_SCHEDULES, question="Which pipeline schedule?", ask_if=_pipeline
+        "Schedule of the pipeline.", choices=_SCHEDULES, ask_if=_pipeline
     )
     pp_num_microbatches: int | None = _parallelism_row(
         "Micro-batches per batch of a rank.",

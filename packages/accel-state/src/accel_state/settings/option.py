@@ -168,7 +168,8 @@ class Option:
         key: The key of a config file; a dot leads into a nested table.
         key_aliases: Further spellings of the key, which are read but not written.
         launch_default: The value that `accel launch` passes to workers by default; None passes none.
-        question: The question of `accel config`; None if there is none.
+        question: The question of `accel config`, by default the help where there is an `ask_if`; None if
+            there is none.
         ask_if: Decides by the previous answers whether to ask.
     """
 
@@ -253,6 +254,8 @@ def _row_of(section: str, item: Field[Any], topic: str) -> Option:
         implied = {"parse": boolean, "const": "true" if item.type == "bool" else None}
     elif str(item.type).startswith("int"):
         implied = {"parse": integer(1)}
+    if row.get("ask_if"):
+        implied["question"] = f"{row['help'].removesuffix('.')}?"
     return Option(path=f"{section}.{item.name}", topic=topic, **{**implied, **row})
 
 

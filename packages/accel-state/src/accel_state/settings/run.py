@@ -78,7 +78,6 @@ class LaunchSettings:
         "Number of nodes (machines).",
         default=1,
         flags=("--num_machines", "--nodes"),
-        question="How many nodes (machines) will you use?",
         ask_if=lambda answers: (
             not is_local(answers) or answers("launch.distributed_type") not in {"NO", "XLA"}
         ),
@@ -86,7 +85,6 @@ class LaunchSettings:
     num_processes: int | None = _row(
         "World size: number of processes on all nodes (default: one per device).",
         parse=optional(integer(1), "-1"),
-        question="How many processes in total, on all nodes?",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") != "NO",
     )
     min_machines: int | None = _row(
@@ -96,18 +94,15 @@ class LaunchSettings:
         "Rank of this node, counted from 0.",
         default=0,
         parse=integer(0),
-        question="What is the rank of this node, counted from 0?",
         ask_if=several_machines,
     )
     main_process_ip: str | None = _row(
         "IP address or host name of node 0, which runs rank 0.",
-        question="What is the IP address or host name of node 0, which runs rank 0?",
         ask_if=several_machines,
     )
     main_process_port: int | None = _row(
         "TCP port of the rendezvous on node 0; 0 picks a free one, with a single node.",
         parse=integer(0, 65535),
-        question="Which TCP port will node 0 use for the rendezvous?",
         ask_if=several_machines,
     )
     rdzv_backend: str = _row(
@@ -200,7 +195,6 @@ class ProcessSettings:
         variable="ACCELERATE_USE_CPU",
         flags=("--cpu",),
         key="use_cpu",
-        question="Force CPU training?",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") == "NO",
     )
     debug: bool = setting(
@@ -222,7 +216,6 @@ class ProcessSettings:
         variable="ACCELERATE_CPU_AFFINITY",
         flags=("--enable_cpu_affinity",),
         key="enable_cpu_affinity",
-        question="Pin each process to the CPU cores near its GPU?",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") == "MULTI_GPU",
     )
     log_level: str | None = setting(help="Level of loggers that set none.", variable="ACCELERATE_LOG_LEVEL")
@@ -262,8 +255,7 @@ def _usual_container(answers: Answers) -> bool:
 
 
 def _sagemaker(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
-    ask_if = _cloud if "question" in more else None
-    return setting(lambda field: {"key": field, "ask_if": ask_if}, help=help, **more)
+    return setting(lambda field: {"key": field, "ask_if": _cloud}, help=help, **more)
 
 
 def _of_pod(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
@@ -404,7 +396,6 @@ class TpuSettings:
         default="main",
         flags=("--main_training_function",),
         key="main_training_function",
-        question="Which function of the script should each process run?",
         ask_if=_tpu,
     )
     downcast_bf16: bool = setting(
@@ -412,7 +403,6 @@ class TpuSettings:
         default=False,
         flags=("--downcast_bf16",),
         key="downcast_bf16",
-        question="Should double mean float32? (no: bfloat16, like float)",
         ask_if=lambda answers: _tpu(answers) and answers("precision.mixed_precision") == "bf16",
     )
     use_cluster: bool = _of_pod(
@@ -420,17 +410,11 @@ class TpuSettings:
         default=False,
         flags=("--tpu_cluster",),
         flag_aliases=(("--no_tpu_cluster", "false"),),
-        question="Run on all machines of a TPU pod?",
         ask_if=_tpu,
     )
-    name: str | None = _of_pod("TPU name.", question="What is the name of the TPU?")
-    zone: str | None = _of_pod("TPU zone.", question="What is the zone of the TPU?")
-    use_sudo: bool = _of_pod(
-        "Use sudo on the machines of the pod.",
-        default=False,
-        flags=("--tpu_use_sudo",),
-        question="Use sudo on the machines of the pod?",
-    )
+    name: str | None = _of_pod("TPU name.")
+    zone: str | None = _of_pod("TPU zone.")
+    use_sudo: bool = _of_pod("Use sudo on the machines of the pod.", default=False, flags=("--tpu_use_sudo",))
     vm: tuple[str, ...] = _of_pod(
         "Name of a single machine; repeatable.",
         default=(),
@@ -468,38 +452,31 @@ TPU = rows_of("tpu", TpuSettings, topic="TPU")
 class SageMakerSettings:
     """Training as a job of Amazon SageMaker."""
 
-    ec2_instance_type: str | None = _sagemaker(
-        "EC2 instance type.", question="Which EC2 instance type will you use?"
-    )
-    iam_role_name: str | None = _sagemaker("IAM role.", question="Which IAM role will the job use?")
+    ec2_instance_type: str | None = _sagemaker("EC2 instance type.")
+    iam_role_name: str | None = _sagemaker("IAM role.")
     profile: str | None = _sagemaker(
         "AWS profile.", question="Which AWS profile will you use? (empty: AWS variables or flags)"
     )
-    region: str = _sagemaker("AWS region.", default="us-east-1", question="Which AWS region will you use?")
+    region: str = _sagemaker("AWS region.", default="us-east-1")
     image_uri: str | None = _sagemaker(
         "Custom container image.", question="URI of a custom container image? (empty: the default image)"
     )
     pytorch_version: str = _sagemaker(
         "PyTorch version of the default image.",
         default="1.10.2",
-        question="Which PyTorch version?",
         ask_if=_usual_container,
     )
     transformers_version: str = _sagemaker(
         "transformers version of the default image.",
         default="4.17.0",
-        question="Which transformers version?",
         ask_if=_usual_container,
     )
     py_version: str = _sagemaker(
         "Python version of the default image, such as py310.",
         default="py38",
-        question="Which Python version, such as py310?",
         ask_if=_usual_container,
     )
-    base_job_name: str = _sagemaker(
-        "Base name of jobs.", default="accelerate-sagemaker-1", question="Base name of jobs?"
-    )
+    base_job_name: str = _sagemaker("Base name of jobs.", default="accelerate-sagemaker-1")
     sagemaker_inputs_file: str | None = _sagemaker(
         "Tab-separated file of channel names and data locations.",
         question="Path of a tab-separated file of channel names and data locations? (empty: none)",
@@ -512,6 +489,7 @@ class SageMakerSettings:
         "Extra arguments of the SageMaker estimator.",
         parse=optional(json_object, "{}"),
         kind="table",
+        ask_if=None,
     )
     aws_access_key_id: str | None = setting(
         help="AWS access key ID, instead of a profile.",
@@ -557,7 +535,6 @@ class TrainingSettings:
         default=1,
         parse=optional(integer(1), "auto"),
         key_aliases=("deepspeed_config.gradient_accumulation_steps",),
-        question="How many gradient accumulation steps do you want?",
         ask_if=lambda answers: bool(answers("deepspeed")) and not answers("deepspeed.hf_ds_config"),
     )
     strategy: str | None = plain(
@@ -601,22 +578,11 @@ class DynamoSettings:
         question="Which torch.compile backend do you want? (NO = off)",
         ask_if=None,
     )
-    mode: str = _dynamo(
-        "torch.compile mode.",
-        default="default",
-        choices=_MODES,
-        question="Which torch.compile mode do you want?",
-    )
-    use_fullgraph: bool = _dynamo(
-        "Fail on graph breaks (fullgraph).", default=False, question="Fail on graph breaks? (fullgraph)"
-    )
-    use_dynamic: bool = _dynamo(
-        "Trace with dynamic shapes.", default=False, question="Trace with dynamic shapes?"
-    )
+    mode: str = _dynamo("torch.compile mode.", default="default", choices=_MODES)
+    use_fullgraph: bool = _dynamo("Fail on graph breaks (fullgraph).", default=False)
+    use_dynamic: bool = _dynamo("Trace with dynamic shapes.", default=False)
     use_regional_compilation: bool = _dynamo(
-        "Compile each repeated block once, not the whole model (regional compilation).",
-        default=False,
-        question="Compile each repeated block once, not the whole model? (regional compilation)",
+        "Compile each repeated block once, not the whole model (regional compilation).", default=False
     )
 
 
