@@ -40,7 +40,7 @@ def make_model(kind):
     config = BnbQuantizationConfig(
         **KINDS[kind], torch_dtype="fp32", bnb_4bit_compute_dtype="fp32", skip_modules=["down", "up", "2"]
     )
-    model = load_and_quantize_model(model, config)
+    model = load_and_quantize_model(model, config, device_map={"": "cpu"})
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".down" in name or ".up" in name)
     return model

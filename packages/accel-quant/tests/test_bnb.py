@@ -17,10 +17,7 @@ from accel_quant.layers import (
     Quantizer,
     default_skipped,
     is_listed,
-    replace_layers,
-    replace_with_bnb_layers,
 )
-from accel_quant.load import get_quantized_model_device_map
 from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -34,6 +31,14 @@ KINDS = {
     },
 }  # fmt: skip
 BOUND = {"8 bit": 0.02, "nf4": 0.2, "fp4": 0.3, "nf4, double": 0.2}
+
+
+GPU = pytest.param("accelerator", marks=pytest.mark.gpu)
+
+
+def load(model, config, *where, **options):
+    """Load on the CPU, also where there is an accelerator, unless a map says otherwise."""
+    return load_and_quantize_model(model, config, *where, **{"device_map": {"": "cpu"}, **options})
 
 
 def settings(kind, **more):
@@ -79,14 +84,18 @@ def error(found, wanted):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loaded_model_is_quantised(net, tokens, kind):
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_a_loaded_model_is_quantised(net, tokens, kind, device):
     wanted = net(tokens)
-    model = load_and_quantize_model(copy.deepcopy(net), settings(kind))
+    where = {"": "cpu"} if device == "cpu" else None
+    model = load(copy.deepcopy(net), settings(kind), device_map=where)
+    here = model.embed.weight.device
+    assert (here.type == "cpu") == (device == "cpu")
     wanted_class = bnb.nn.Linear8bitLt if kind == "8 bit" else bnb.nn.Linear4bit
     assert all(type(layer[0]) is wanted_class for layer in model.layers)
     assert type(model.head) is nn.Linear  # the output head
     assert model.layers[0][0].weight.dtype == (torch.int8 if kind == "8 bit" else torch.uint8)
-    assert 0 < error(model(tokens), wanted) < BOUND[kind]
+    assert 0 < error(model(tokens.to(here)).cpu(), wanted) < BOUND[kind]
     assert has_4bit_bnb_layers(model) == (kind != "8 bit")
     assert not any(module.training for module in model.modules())
 
@@ -100,8 +109,8 @@ def test_a_meta_model_is_filled_under_every_map(net, tokens, tmp_path, kind, pla
         "half": {"embed": "cpu", "layers.0": "cpu", "layers.1": "disk", "layers.2": "disk", "head": "cpu"},
         "disk": {"": "disk"},
     }[place]
-    reference = load_and_quantize_model(copy.deepcopy(net), settings(kind))(tokens)
-    model = load_and_quantize_model(
+    reference = load(copy.deepcopy(net), settings(kind))(tokens)
+    model = load(
         skeleton(), settings(kind), tmp_path / "ck", device_map=plan, offload_folder=tmp_path / "off"
     )
     for _ in range(3):
@@ -113,13 +122,16 @@ def test_a_meta_model_is_filled_under_every_map(net, tokens, tmp_path, kind, pla
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_quantised_model_is_saved_and_loaded_as_it_is(net, tokens, tmp_path, kind):
-    model = load_and_quantize_model(net, settings(kind))
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_a_quantised_model_is_saved_and_loaded_as_it_is(net, tokens, tmp_path, kind, device):
+    where = {"": "cpu"} if device == "cpu" else None
+    model = load(net, settings(kind), device_map=where)
+    tokens = tokens.to(model.embed.weight.device)
     wanted = model(tokens)
     save_state_dict(model.state_dict(), tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     assert saved["layers.0.0.weight"].dtype in (torch.int8, torch.uint8)
-    again = load_and_quantize_model(skeleton(), settings(kind), tmp_path)
+    again = load(skeleton(), settings(kind), tmp_path, device_map=where)
     assert torch.equal(again(tokens), wanted)
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
@@ -128,9 +140,9 @@ def test_a_quantised_model_is_saved_and_loaded_as_it_is(net, tokens, tmp_path, k
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_used", [False, True])
 def test_scales_of_offloaded_weights_are_in_the_state_dict(net, tokens, tmp_path, kind, is_used):
-    resident = load_and_quantize_model(copy.deepcopy(net), settings(kind))
+    resident = load(copy.deepcopy(net), settings(kind))
     plan = {"embed": "cpu", "layers.0": "disk", "layers.1": "cpu", "layers.2": "disk", "head": "cpu"}
-    model = load_and_quantize_model(net, settings(kind), device_map=plan, offload_folder=tmp_path)
+    model = load(net, settings(kind), device_map=plan, offload_folder=tmp_path)
     if is_used:
         model(tokens)
     found, expected = model.state_dict(), resident.state_dict()
@@ -143,7 +155,7 @@ def test_scales_of_offloaded_weights_are_in_the_state_dict(net, tokens, tmp_path
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["cpu", "half", "disk"])
 def test_a_model_that_has_run_is_dispatched(net, tokens, tmp_path, kind, place):
-    model = load_and_quantize_model(net, settings(kind))
+    model = load(net, settings(kind))
     wanted = model(tokens)
     plan = {
         "cpu": {"": "cpu"},
@@ -190,7 +202,7 @@ def test_a_model_that_is_on_a_gpu_is_quantised_at_once(tokens, kind):
     torch.manual_seed(0)
     model = Net(1024).cuda().half().eval()
     before = torch.cuda.memory_allocated()
-    model = load_and_quantize_model(model, settings(kind))
+    model = load(model, settings(kind), device_map=None)
     assert torch.cuda.memory_allocated() < 0.65 * before
     weight = model.layers[0][0].weight
     assert weight.dtype == (torch.int8 if kind == "8 bit" else torch.uint8)
@@ -202,7 +214,7 @@ def test_modules_are_skipped_or_kept_in_float32(net):
     config = BnbQuantizationConfig(
         load_in_8bit=True, skip_modules=["layers.1"], keep_in_fp32_modules=["layers.2"], torch_dtype="bf16"
     )
-    model = load_and_quantize_model(net, config)
+    model = load(net, config)
     assert type(model.layers[0][0]) is bnb.nn.Linear8bitLt
     assert type(model.layers[1][0]) is nn.Linear
     assert model.layers[1][0].weight.dtype == torch.bfloat16
@@ -227,7 +239,7 @@ def test_ties_survive(net, tokens, tmp_path):
     with init_empty_weights():
         model = Net().eval()
         model.head.weight = model.embed.weight
-    model = load_and_quantize_model(model, settings("8 bit"), tmp_path)
+    model = load(model, settings("8 bit"), tmp_path)
     assert model.head.weight is model.embed.weight
     assert error(model(tokens), wanted) < BOUND["8 bit"]
 
@@ -238,62 +250,35 @@ def test_a_map_counts_quantised_weights_at_their_size(tmp_path):
     # In 4 bits the layers have 3 x 131 KB, in float32 3 x 1 MB.
     with init_empty_weights():
         model = Net(512)
-    model = load_and_quantize_model(
+    model = load(
         model, settings("nf4"), tmp_path / "ck", device_map="sequential", max_memory={"cpu": "600KB"}
     )
     assert set(model.hf_device_map.values()) == {"cpu"}
     with init_empty_weights():
         model = Net(512)
     with pytest.raises(SettingsError, match=r"to the disk and comes from .*: pass offload_folder"):
-        load_and_quantize_model(
-            model, settings("8 bit"), tmp_path / "ck", device_map="auto", max_memory={"cpu": "600KB"}
-        )
+        load(model, settings("8 bit"), tmp_path / "ck", device_map="auto", max_memory={"cpu": "600KB"})
 
 
 def test_what_cannot_work_is_said(net, tmp_path, caplog, monkeypatch):
     with pytest.raises(SettingsError, match="on the meta device: pass weights_location"):
-        load_and_quantize_model(skeleton(), settings("nf4"))
+        load(skeleton(), settings("nf4"))
     with pytest.raises(SettingsError, match="device_map is 'somehow'"):
-        load_and_quantize_model(copy.deepcopy(net), settings("nf4"), device_map="somehow")
+        load(copy.deepcopy(net), settings("nf4"), device_map="somehow")
     with pytest.raises(SettingsError, match="offload_state_dict=True is for a meta model"):
-        load_and_quantize_model(copy.deepcopy(net), settings("nf4"), offload_state_dict=True)
+        load(copy.deepcopy(net), settings("nf4"), offload_state_dict=True)
     state = net.state_dict()
     del state["layers.1.0.weight"]
     save_state_dict({**state, "stray": torch.ones(1)}, tmp_path)
     lacks = r"missing from the checkpoint: layers\.1\.0\.weight; unexpected in the checkpoint: stray"
     with pytest.raises(CheckpointError, match=lacks):
-        load_and_quantize_model(skeleton(), settings("nf4"), tmp_path)
+        load(skeleton(), settings("nf4"), tmp_path)
     with caplog.at_level(logging.WARNING):
-        load_and_quantize_model(net, settings("nf4", skip_modules=["layers", "head"]))
+        load(net, settings("nf4", skip_modules=["layers", "head"]))
     assert "No linear layer was quantised" in caplog.text
     monkeypatch.setattr("accel_state.libraries._is_installed", lambda library: False)
     with pytest.raises(MissingDependencyError, match="accel-quant"):
-        load_and_quantize_model(Net(), settings("nf4"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_are_replaced_with_weights_that_are_quantised_when_moved(kind):
-    model = Net()
-    before = model.layers[1][0].weight.detach().clone()
-    config = settings(kind)
-    assert replace_with_bnb_layers(model, config, ["layers.0", "head"]) is model
-    assert type(model.layers[0][0]) is type(model.head) is nn.Linear
-    layer = model.layers[1][0]
-    assert type(layer).__name__ == ("Linear8bitLt" if config.load_in_8bit else "Linear4bit")
-    assert torch.equal(layer.weight, before)
-    assert not layer.weight.requires_grad
-    assert replace_layers(nn.Sequential(nn.ReLU()), config)[1] is False
-
-
-def test_a_device_map_counts_replaced_layers_at_their_size():
-    config = settings("nf4")
-    model = replace_with_bnb_layers(Net(), config, ["head"])
-    assert get_quantized_model_device_map(model, config, {"": "cpu"}) == {"": "cpu"}
-    floats = 20 * 128 * 2 + 3 * 3 * 128  # the embedding, the head, biases and norms
-    memory = {"cpu": 4 * floats + 3 * 128 * 128 // 2, "disk": 1 << 30}
-    assert get_quantized_model_device_map(model, config, "sequential", memory) == {"": "cpu"}
-    memory["cpu"] -= 1
-    assert "disk" in get_quantized_model_device_map(model, config, "sequential", memory).values()
+        load(Net(), settings("nf4"))
 
 
 @pytest.mark.parametrize("kind", ["8 bit", "nf4"])
@@ -314,7 +299,7 @@ def test_a_layer_under_two_names_stays_one_layer(kind, source, tmp_path):
     location = None if source == "own weights" else tmp_path
     if location is not None:
         save_state_dict(model.state_dict(), tmp_path, safe_serialization=source == "safetensors")
-    quantized = load_and_quantize_model(model, settings(kind, skip_modules=[]), weights_location=location)
+    quantized = load(model, settings(kind, skip_modules=[]), weights_location=location)
     assert quantized.first is quantized.second
     assert type(quantized.first) in {bnb.nn.Linear8bitLt, bnb.nn.Linear4bit}
     with torch.no_grad():
@@ -324,5 +309,5 @@ def test_a_layer_under_two_names_stays_one_layer(kind, source, tmp_path):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_model_says_that_it_is_quantised_as_peft_and_others_ask(bits) -> None:
     config = BnbQuantizationConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
-    model = load_and_quantize_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), config)
+    model = load(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), config)
     assert (model.is_loaded_in_4bit, model.is_loaded_in_8bit) == (bits == 4, bits == 8)

@@ -15,6 +15,7 @@ from accel_quant import BnbQuantizationConfig, load_and_quantize_model
 
 bnb = pytest.importorskip("bitsandbytes")
 
+CPU = {"": "cpu"}  # also where there is an accelerator: no other processor packs
 KINDS = {
     "nf4": {"bnb_4bit_quant_type": "nf4"},
     "fp4": {"bnb_4bit_quant_type": "fp4"},
@@ -48,7 +49,7 @@ def settings(kind):
 
 
 def quantised(kind="nf4", *where, **how):
-    return load_and_quantize_model(float_net(), settings(kind), *where, **how)
+    return load_and_quantize_model(float_net(), settings(kind), *where, **{"device_map": CPU, **how})
 
 
 def run(model, x):
@@ -95,7 +96,7 @@ def test_a_model_that_has_run_is_saved_and_loaded_exactly(kind, x, tmp_path):
     save_state_dict(model.state_dict(), tmp_path)
     with init_empty_weights():
         again = float_net()
-    again = load_and_quantize_model(again, settings(kind), tmp_path)
+    again = load_and_quantize_model(again, settings(kind), tmp_path, device_map=CPU)
     assert torch.equal(run(again, x), output)
     assert_same(again.state_dict(), model.state_dict())
 
@@ -109,6 +110,7 @@ def test_a_state_dict_is_loaded_into_a_model_that_has_run(kind, x):
     other = load_and_quantize_model(
         nn.Sequential(nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 128), nn.Linear(128, 8)).eval(),
         settings(kind),
+        device_map=CPU,
     )
     assert not torch.equal(run(other, x), output)
     other.load_state_dict(wanted)
@@ -148,7 +150,7 @@ def test_a_gradient_flows_after_a_run_without_one(x):
 @pytest.mark.parametrize(("inputs", "outputs"), [(128, 100), (96, 64), (100, 64), (32, 32), (64, 33)])
 def test_a_shape_that_cannot_be_packed_runs(inputs, outputs):
     float_model = nn.Sequential(nn.Linear(inputs, outputs), nn.Linear(outputs, 8)).eval()
-    model = load_and_quantize_model(copy.deepcopy(float_model), settings("nf4"))
+    model = load_and_quantize_model(copy.deepcopy(float_model), settings("nf4"), device_map=CPU)
     x = torch.randn(5, inputs)
     wanted = float_model(x).detach()
     assert 0 < (run(model, x) - wanted).norm() / wanted.norm() < 0.2

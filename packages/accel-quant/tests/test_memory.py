@@ -35,7 +35,9 @@ def test_the_float_model_is_never_in_memory(tmp_path):
 
         config = BnbQuantizationConfig(load_in_4bit=True, torch_dtype="fp32")
         # What the library takes for itself comes first.
-        load_and_quantize_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(8, 8)), config)
+        load_and_quantize_model(
+            nn.Sequential(nn.Linear(64, 64), nn.Linear(8, 8)), config, device_map={{"": "cpu"}}
+        )
         weights = {{f"{{i}}.weight": torch.randn(2048, 2048) for i in range(12)}}
         weights |= {{f"{{i}}.bias": torch.zeros(2048) for i in range(12)}}
         weights |= {{"12.weight": torch.zeros(8, 8), "12.bias": torch.zeros(8)}}

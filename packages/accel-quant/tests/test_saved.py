@@ -30,10 +30,10 @@ def net():
 def quantised(settings, *where):
     config = BnbQuantizationConfig(**settings, torch_dtype=torch.float32, skip_modules=["1"])
     if not where:
-        return load_and_quantize_model(net(), config)
+        return load_and_quantize_model(net(), config, device_map={"": "cpu"})
     with init_empty_weights():
         skeleton = net()
-    return load_and_quantize_model(skeleton, config, *where)
+    return load_and_quantize_model(skeleton, config, *where, device_map={"": "cpu"})
 
 
 def saved(settings):
@@ -78,9 +78,6 @@ DAMAGE = {
     "smaller nested blocks": with_fields(nested_blocksize=32),
     "a type of torch that is none": with_fields(dtype="nn"),
     "a nested type that is none": with_fields(nested_dtype="load"),
-    "another kind": with_fields(quant_type="fp4"),
-    "an offset that is a text": with_fields(nested_offset="1"),
-    "an infinite offset": with_fields(nested_offset=float("inf")),
     "a huge offset": with_fields(nested_offset=10**400),
     "a field too many": with_fields(more=1),
     "a field with a long name": with_fields(**{"x" * 3000: 1}),

@@ -225,9 +225,10 @@ def test_a_device_that_was_initialised_before_forking_is_said(monkeypatch):
 
 
 def test_a_driver_that_another_library_holds_is_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(forking, "Path", lambda _: tmp_path)
     forking.refuse_initialised_devices()
     (tmp_path / "3").symlink_to("/dev/nvidia-uvm")
-    monkeypatch.setattr(forking, "Path", lambda _: tmp_path)
     with pytest.raises(SettingsError, match="has initialised CUDA"):
         forking.refuse_initialised_devices()
 

@@ -20,7 +20,8 @@ def other_torch_xla(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("other_torch_xla")
-def test_both_versions_are_named_with_the_right_pair():
+def test_both_versions_are_named_with_the_right_pair(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "xla")  # a GPU of this machine would come first
     with pytest.raises(MissingDependencyError, match=r"'torch==2\.1\.\*' 'torch_xla==2\.1\.\*'") as refused:
         Accelerator()
     assert f"torch {version('torch')} and torch_xla 2.1.0 are installed" in str(refused.value)

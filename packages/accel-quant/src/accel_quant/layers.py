@@ -12,9 +12,8 @@ supports only some shapes.
 from __future__ import annotations
 
 import functools
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,49 +23,54 @@ from torch import Tensor, nn
 from accel_bigmodel.align import slot_of
 from accel_bigmodel.placement import owner_of
 from accel_ops.weights.tensors import find_tied_parameters
-from accel_state.errors import CheckpointError, some_of
+from accel_state.errors import CheckpointError, first_line, some_of
 from accel_state.frozen import frozen
 from accel_state.libraries import is_bnb_available, require
 
 if TYPE_CHECKING:
     from accel_quant.config import BnbQuantizationConfig
 
-    Expected = dict[str, tuple[torch.dtype, int]]
     StateDict = dict[str, Any]
+    Expected = list[tuple[str, Tensor, torch.dtype, int]]
 
-STATE_4BIT = "quant_state.bitsandbytes__"
 STATE_8BIT = "SCB"
 
-_QUANT_TYPES = ("fp4", "nf4")
-_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_DTYPES = ("float16", "bfloat16", "float32")
 _CODE, _NESTED_CODE = 16, 256  # values of 4 bits, and of 8 bits for double-quantised scales
-_STATE_BYTES = 4096
-_FIELDS = {"quant_type", "blocksize", "dtype", "shape"}
-_NESTED_FIELDS = {"nested_blocksize", "nested_dtype", "nested_offset"}
 
 
 def check_4bit(where: str, weight: Tensor, statistics: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
     """Raise if a saved 4-bit weight does not match its layer.
 
     Raises:
-        CheckpointError: A tensor is missing, unknown, or has another dtype or size.
+        CheckpointError: The state cannot be read, or a tensor has another dtype or size.
     """
-    parts = dict(statistics)
-    state = _pop_quant_state(where, parts)
     count = math.prod(shape)
-    nested = "nested_absmax" in parts
-    _check_fields(where, state, shape, nested=nested)
-    blocks = -(-count // state["blocksize"])
-    expected: Expected = {"quant_map": (torch.float32, _CODE), "absmax": (torch.float32, blocks)}
-    if nested:
-        expected |= {
-            "absmax": (torch.uint8, blocks),
-            "nested_absmax": (torch.float32, -(-blocks // state["nested_blocksize"])),
-            "nested_quant_map": (torch.float32, _NESTED_CODE),
-        }
-    _check_tensors(where, parts, expected)
-    _check_tensors(where, {"weight": weight}, {"weight": (torch.uint8, -(-count // 2))})
+    try:
+        state = bitsandbytes().functional.QuantState.from_dict(dict(statistics), device=torch.device("cpu"))
+        nested = state.state2
+        blocks = -(-count // state.blocksize)
+        expected = [
+            ("weight", weight, torch.uint8, -(-count // 2)),
+            ("quant_map", state.code, torch.float32, _CODE),
+            ("absmax", state.absmax, torch.uint8 if nested else torch.float32, blocks),
+        ]
+        if nested:
+            nested_blocks = -(-blocks // nested.blocksize)
+            expected += [
+                ("nested_quant_map", nested.code, torch.float32, _NESTED_CODE),
+                ("nested_absmax", nested.absmax, torch.float32, nested_blocks),
+            ]
+        if tuple(state.shape) != shape or not all(
+            isinstance(part.dtype, torch.dtype) for part in (state, nested) if part
+        ):
+            raise ValueError(f"it declares the shape {[*state.shape]}, and the layer has {[*shape]}")
+    except (  # all that the library's reader meets
+        ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+    ) as error:  # fmt: skip
+        raise CheckpointError(
+            f"{where} has a damaged quantisation state: {some_of([first_line(error)], width=200)}"
+        ) from error
+    _check_tensors(where, expected)
 
 
 def check_8bit(where: str, weight: Tensor, statistics: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
@@ -76,8 +80,7 @@ def check_8bit(where: str, weight: Tensor, statistics: Mapping[str, Tensor], sha
         raise CheckpointError(f"{where} has no {STATE_8BIT!r}, the scales of an 8-bit weight.")
     _check_tensors(
         where,
-        {"weight": weight, STATE_8BIT: scales},
-        {"weight": (torch.int8, math.prod(shape)), STATE_8BIT: (torch.float32, shape[0])},
+        [("weight", weight, torch.int8, math.prod(shape)), (STATE_8BIT, scales, torch.float32, shape[0])],
     )
     check_shape(where, weight, shape)
 
@@ -90,69 +93,13 @@ def check_shape(where: str, weight: Tensor, shape: tuple[int, int]) -> None:
         )
 
 
-def _pop_quant_state(where: str, parts: dict[str, Tensor]) -> dict[str, Any]:
-    """Remove the JSON tensor from a state, and parse it."""
-    names = [name for name in parts if name.startswith(STATE_4BIT)]
-    if len(names) != 1 or names[0].removeprefix(STATE_4BIT) not in _QUANT_TYPES:
-        raise CheckpointError(
-            f"{where} needs one tensor {STATE_4BIT}nf4 or {STATE_4BIT}fp4, and has {sorted(names)[:5]}."
-        )
-    packed = parts.pop(names[0])
-    if packed.dtype is not torch.uint8 or packed.layout is not torch.strided or packed.numel() > _STATE_BYTES:
-        raise CheckpointError(
-            f"{where}: {names[0]!r} is {packed.dtype} of shape {list(packed.shape)}, and not up to "
-            f"{_STATE_BYTES} bytes of JSON."
-        )
-    try:
-        state: Any = json.loads(bytes(packed.flatten().tolist()))
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {names[0]!r} is not valid JSON: {error}") from None
-    if not isinstance(state, dict) or state.get("quant_type") != names[0].removeprefix(STATE_4BIT):  # pyright: ignore[reportUnknownMemberType]
-        raise CheckpointError(f"{where}: {names[0]!r} holds {_shown(state)}, a different kind of state.")
-    return state  # pyright: ignore[reportUnknownVariableType]
-
-
-def _check_fields(where: str, state: dict[str, Any], shape: tuple[int, int], *, nested: bool) -> None:
-    fields = _FIELDS | _NESTED_FIELDS if nested else _FIELDS
-    if state.keys() != fields:
-        differing = sorted(state.keys() ^ fields)
-        raise CheckpointError(f"{where}: its quantisation state lacks, or has too many: {_shown(differing)}.")
-    allowed: dict[str, tuple[Any, ...]] = {
-        "blocksize": _BLOCK_SIZES,
-        "nested_blocksize": _BLOCK_SIZES,
-        "dtype": _DTYPES,
-        "nested_dtype": _DTYPES,
-    }
-    for name in sorted(fields & allowed.keys()):
-        value = state[name]
-        if type(value) not in {int, str} or value not in allowed[name]:
-            choices = ", ".join(map(str, allowed[name]))
-            raise CheckpointError(f"{where}: {name} is {_shown(value)}, and not one of {choices}.")
-    sizes = state["shape"]
-    if sizes != list(shape) or any(type(size) is not int for size in sizes):
-        raise CheckpointError(
-            f"{where} declares the shape {_shown(sizes)}, but its layer needs {list(shape)}."
-        )
-    offset = state.get("nested_offset", 0.0)
-    if (type(offset) is not float and type(offset) is not int) or not abs(offset) < torch.finfo().max:
-        raise CheckpointError(f"{where}: nested_offset is {_shown(offset)}, and not a float32 number.")
-
-
-def _check_tensors(where: str, tensors: Mapping[str, Tensor], expected: Expected) -> None:
-    if tensors.keys() != expected.keys():
-        differing = sorted(tensors.keys() ^ expected.keys())
-        raise CheckpointError(f"{where} lacks tensors, or has too many: {_shown(differing)}.")
-    for name, tensor in tensors.items():
-        dtype, count = expected[name]
+def _check_tensors(where: str, expected: Expected) -> None:
+    for name, tensor, dtype, count in expected:
         if tensor.dtype is not dtype or tensor.numel() != count or tensor.layout is not torch.strided:
             raise CheckpointError(
                 f"{where}: {name} is {tensor.dtype} of shape {list(tensor.shape)}, but its layer needs "
                 f"{count} elements of {dtype}."
             )
-
-
-def _shown(value: object) -> str:
-    return some_of([repr(value)], width=81)
 
 
 _ROWS, _COLUMNS = 32, 64
@@ -254,45 +201,6 @@ def bitsandbytes() -> Any:
     """Import the library."""
     require("bnb", "quantised weights", install="accel-quant[bnb]")
     return import_module("bitsandbytes")
-
-
-def replace_with_bnb_layers(
-    model: nn.Module,
-    bnb_quantization_config: BnbQuantizationConfig,
-    modules_to_not_convert: Sequence[str] | None = None,
-    current_key_name: Sequence[str] | None = None,
-) -> nn.Module:
-    """Replace linear layers by bitsandbytes layers with the same weights, which are not quantised yet.
-
-    bitsandbytes quantises a weight when its layer is moved to a device.
-
-    Args:
-        model: Changed in place.
-        bnb_quantization_config: The modules to quantise, and the options.
-        modules_to_not_convert: Names of modules to keep, with their submodules.
-        current_key_name: The name of the model in a larger model, as a list of the parts of its dotted name.
-
-    Returns:
-        The model.
-    """
-    return replace_layers(model, bnb_quantization_config, modules_to_not_convert, current_key_name)[0]
-
-
-def replace_layers(
-    model: nn.Module,
-    bnb_quantization_config: BnbQuantizationConfig,
-    modules_to_not_convert: Sequence[str] | None = None,
-    current_key_name: Sequence[str] | None = None,
-) -> tuple[nn.Module, bool]:
-    """Replace layers as `replace_with_bnb_layers` does; also return whether any layer was replaced."""
-    quantizer = Quantizer(config=bnb_quantization_config, bnb=bitsandbytes())
-    prefix = "".join(f"{name}." for name in current_key_name or ())
-    keep = [name.removeprefix(prefix) for name in modules_to_not_convert or ()]
-    replaced = quantizer.replace_linears(model, keep)
-    for name, linear in replaced.items():
-        layer: Any = model.get_submodule(name)
-        layer.weight = quantizer.unquantized(linear.weight, layer)
-    return model, bool(replaced)
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
@@ -544,8 +452,3 @@ def _4bit_slot(tensor: Tensor, module: nn.Module, name: str) -> QuantizedSlot:
     # Weights are unpacked at each load.
     never_pack(owner_of(module, name)[0])
     return QuantizedSlot(module, name, tensor)
-
-
-def get_parameter_device(parameter: nn.Module) -> torch.device:
-    """Return the device of the first parameter of a module."""
-    return next(parameter.parameters()).device

@@ -92,15 +92,15 @@ def load_and_quantize_model(
     # 2. Choose the dtypes of the other tensors, and the devices.
     layers = frozenset(replaced)
     types = _types(model, replaced, unquantized, config)
-    plan = quantized_device_map(
-        model,
-        device_map,
-        config,
-        replaced,
-        types=types,
-        max_memory=max_memory,
-        no_split=no_split_module_classes,
-    )
+    if device_map is None:
+        plan: dict[str, Device] = {"": default_device()}
+    elif isinstance(device_map, str):
+        sizes = {**types, **{f"{layer}.weight": config.target_dtype for layer in layers}}
+        plan = dict(
+            automatic_device_map(device_map, model, max_memory, no_split_module_classes, special_dtypes=sizes)
+        )
+    else:
+        plan = dict(device_map)
     # 3. Quantise the model's weights, or the weights of a checkpoint as they are read.
     if weights_location is None:
         sources = [_OwnWeights(model, replaced)]
@@ -212,56 +212,3 @@ def _types(
         ):
             types[name] = torch.float32 if is_listed(module, unquantized) else default
     return types
-
-
-def get_quantized_model_device_map(
-    model: nn.Module,
-    bnb_quantization_config: BnbQuantizationConfig,
-    device_map: str | Mapping[str, Device] | None = None,
-    max_memory: Mapping[int | str, float | str] | None = None,
-    no_split_module_classes: str | Sequence[str] | None = None,
-) -> dict[str, Device]:
-    """Infer the device map of a model that already has bitsandbytes layers.
-
-    Arguments are as in `load_and_quantize_model`.
-
-    Raises:
-        SettingsError: `device_map` is an unknown kind of map.
-    """
-    config, bnb = bnb_quantization_config, bitsandbytes()
-    kinds = (bnb.nn.Linear8bitLt, bnb.nn.Linear4bit)
-    layers = {name for name, module in model.named_modules() if isinstance(module, kinds)}
-    return quantized_device_map(
-        model,
-        device_map,
-        config,
-        layers,
-        types=_types(model, layers, list(config.keep_in_fp32_modules or ()), config),
-        max_memory=max_memory,
-        no_split=no_split_module_classes,
-    )
-
-
-def quantized_device_map(
-    model: nn.Module,
-    device_map: str | Mapping[str, Device] | None,
-    config: BnbQuantizationConfig,
-    layers: Collection[str],
-    *,
-    types: Mapping[str, torch.dtype],
-    max_memory: Mapping[int | str, float | str] | None,
-    no_split: str | Sequence[str] | None,
-) -> dict[str, Device]:
-    """Infer a device map that counts quantised weights at their quantised size.
-
-    A mapping is returned unchanged; the default is the accelerator, or the CPU if there is none.
-
-    Raises:
-        SettingsError: `device_map` is an unknown kind of map.
-    """
-    if device_map is None:
-        return {"": default_device()}
-    if not isinstance(device_map, str):
-        return dict(device_map)
-    special = {**types, **{f"{layer}.weight": config.target_dtype for layer in layers}}
-    return dict(automatic_device_map(device_map, model, max_memory, no_split, special_dtypes=special))
