@@ -71,7 +71,7 @@ TITLES = {
 """What a module is about, in the words that users of Accelerate know; others are titled by their name."""
 NARROW = (
     "accel_state", "accel_ops", "accel_bigmodel", "accel_quant", "accel_plugins", "accel_trackers",
-    "accel_train", "accel_cli", "accel_convert", "accel_compat",
+    "accel_train", "accel_cli", "accel_convert", "accel_inspect", "accel_compat",
 )  # fmt: skip
 ONE_PAGE = "accel.commands"
 """Its modules, with a function or two each, share a page."""

@@ -117,7 +117,8 @@ def stub_line(name: str, source: str) -> str:
 
 def commands() -> str:
     """The commands of accel as entry points, `accelerate` in place of `accel` in their names."""
-    ours = distribution("accel-cli").entry_points.select(group="console_scripts")
+    found = (distribution(name).entry_points for name in ("accel-cli", "accel-inspect"))
+    ours = [point for points in found for point in points.select(group="console_scripts")]
     lines = sorted(f"{our.name.replace('accel', REFERENCE, 1)} = {our.value}\n" for our in ours)
     return "".join(["[console_scripts]\n", *lines])
 

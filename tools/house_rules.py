@@ -135,7 +135,7 @@ def environment(source: Source) -> Iterator[Breach]:
 
 def environment_read(source: Source) -> Iterator[Breach]:
     """Settings are resolved at the edge: below it, modules take values as arguments."""
-    if not source.packaged or "/accel_cli/" in source.path:
+    if not source.packaged or "/accel_cli/" in source.path or "/accel_inspect/" in source.path:
         return
     for node in source.tree.body:  # not what only type checkers import
         match node:

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from accel import Accelerator
 from accel.utils import ParallelismConfig
-from accel_cli.commands.estimate.megatron import stage_elements
+from accel_inspect.estimate.megatron import stage_elements
 from accel_ops.tree import local_part
 from accel_state.libraries import is_installed
 from harness import distributed

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from accel_cli.commands.doctor.causes import CAUSES
+from accel_inspect.doctor.causes import CAUSES
 from harness.checks import Checked, run_checks
 from harness.doctor_programs import DEFECTS, RIGHT
 

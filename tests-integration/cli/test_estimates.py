@@ -24,12 +24,12 @@ from transformers import (
 
 from accel import Accelerator
 from accel.utils import DeepSpeedPlugin, ParallelismConfig
-from accel_cli.commands.check.recorder import RankMemoryTracker
-from accel_cli.commands.estimate.command import passes_of_batch
-from accel_cli.commands.estimate.memory import Buckets, TrainingSetup, estimate, estimate_axes
-from accel_cli.commands.estimate.meta_model import meta_model, shares_of, sizes_of, weights_in
-from accel_cli.commands.estimate.trace import moments_of
 from accel_cli.main import main
+from accel_inspect.check.recorder import RankMemoryTracker
+from accel_inspect.estimate.command import passes_of_batch
+from accel_inspect.estimate.memory import Buckets, TrainingSetup, estimate, estimate_axes
+from accel_inspect.estimate.meta_model import meta_model, shares_of, sizes_of, weights_in
+from accel_inspect.estimate.trace import moments_of
 from accel_ops.tree import local_part
 from accel_plugins import TilingKwargs
 from accel_plugins.optimizers.host_adamw import HostAdamW

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.main import COMMANDS, main
+from accel_cli.main import COMMANDS, installed_commands, main
 from glossary import load_glossary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,6 +104,7 @@ def test_the_messages_in_the_index_of_errors_are_those_of_the_sources() -> None:
     assert not [message for message, error in rows if not error.startswith("torch's") and message not in text]
 
 
+KNOWN = {**COMMANDS, **installed_commands()}
 COMMAND_LINE = re.compile(r"`(accel [^`]+)`|^ *(?:\$ )?(accel [^`|\n]+)$", re.MULTILINE)
 
 
@@ -114,7 +115,7 @@ def command_lines():
             line = re.split(r" {2,}| […#]|\)", match[1] or match[2])[0]
             words = [word for word in line.split()[1:] if not word.startswith("[")]
             scripts = [number for number, word in enumerate(words) if word.endswith(".py")]
-            if words and (match[1] or words[0] in COMMANDS):  # else a line of prose that begins with the name
+            if words and (match[1] or words[0] in KNOWN):  # else a line of prose that begins with the name
                 yield page, line, words[: scripts[0]] if scripts else words
 
 
@@ -125,7 +126,7 @@ def test_the_commands_and_flags_that_pages_name_exist() -> None:
             for action in command.make_parser().actions
             for flag in action.option_strings
         }
-        for name, command in COMMANDS.items()
+        for name, command in KNOWN.items()
     }
     wrong, count = [], 0
     for page, line, words in command_lines():

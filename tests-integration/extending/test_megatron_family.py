@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from accel_cli.commands.estimate.megatron import stage_elements
+from accel_inspect.estimate.megatron import stage_elements
 from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_state.errors import SettingsError, UnsupportedError

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import transformers.modeling_utils  # noqa: F401  # pyright: ignore[reportUnusedImport] - for all checks
 
-from accel_cli.commands.check import rank_worker, record
 from accel_cli.main import main as accel
+from accel_inspect.check import rank_worker, record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from accel_cli.commands.check.record import RankTask
+    from accel_inspect.check.record import RankTask
 
 
 def conduct_forked(

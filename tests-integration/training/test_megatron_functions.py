@@ -18,8 +18,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from accel_cli.commands.estimate.megatron import stage_elements
 from accel_cli.main import main
+from accel_inspect.estimate.megatron import stage_elements
 from accel_ops.modules import extract_model_from_parallel
 from accel_plugins.megatron.arguments import add_model_config_to_megatron_parser
 from accel_plugins.megatron.data import MegatronLMDummyScheduler

@@ -56,27 +56,6 @@ def test_a_mistake_is_answered_with_the_flag_and_the_way_out(parser, words, part
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-def test_what_follows_a_script_is_left_alone():
-    options = (
-        COMMANDS["check"]
-        .make_parser()
-        .read(
-            [
-                "--world",
-                "8",
-                "--devices-per-machine",
-                "4",
-                "train.py",
-                "--devices-per-machine",
-                "--lr-max=1",
-                "x-y",
-            ]
-        )
-    )
-    assert (options.world, options.devices_per_machine, options.script) == (8, 4, "train.py")
-    assert options.script_arguments == ["--devices-per-machine", "--lr-max=1", "x-y"]
-
-
 def test_every_parser_has_the_name_of_its_command_and_help_for_every_flag():
     for name, command in COMMANDS.items():
         if command.parser is not None:
@@ -120,31 +99,6 @@ def outcome(name, words):
 def test_random_words_are_read_or_refused_with_a_sentence_or_ask_for_help(line):
     found = outcome(*line)
     assert isinstance(found, Namespace) or found == 0 or (isinstance(found, str) and len(found) > 10)
-
-
-def test_a_check_reads_the_settings_of_a_launch():
-    words = [
-        "--use-fsdp",
-        "--fsdp_version=2",
-        "--num_processes",
-        "4",
-        "--no_cpu",
-        "train.py",
-        "--fsdp_version",
-        "1",
-    ]
-    options = COMMANDS["check"].make_parser().read(words)
-    assert {path: (given.value, given.origin) for path, given in options.settings.items()} == {
-        "fsdp": (True, "argument --use-fsdp"),
-        "fsdp.fsdp_version": (2, "argument --fsdp_version"),
-        "launch.num_processes": (4, "argument --num_processes"),
-        "process.use_cpu": (False, "argument --no_cpu"),
-    }
-    assert (options.world, options.script, options.script_arguments) == (
-        None,
-        "train.py",
-        ["--fsdp_version", "1"],
-    )
 
 
 def values(*line):

@@ -66,7 +66,6 @@ def offered(script, *words):
         (["accel", "t"], ["test", "to-fsdp2", "tpu-config"]),
         (["accel", "launch", "--num_p"], ["--num_processes"]),
         (["accel", "launch", "--mixed_precision", "b"], ["bf16"]),
-        (["accel", "estimate-memory", "x", "--library_name", ""], ["timm", "transformers"]),
         (["accel", "completion", ""], ["bash", "zsh", "fish", "tcsh"]),
         (["accel", "env", "--js"], ["--json"]),
     ],

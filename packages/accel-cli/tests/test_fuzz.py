@@ -20,15 +20,13 @@ LINES = {
     "env": ["env", "--config_file", "{file}"],
     "to-fsdp2": ["to-fsdp2", "--config_file", "{file}", "--output_file", "{new}", "--overwrite"],
     "tpu-config": ["tpu-config", "--config_file", "{file}", "--debug"],
-    "estimate-memory": ["estimate-memory", "{file}"],
     "merge-weights": ["merge-weights", "{file}", "{new}"],
     "launch": ["launch", "--config_file", "{file}", "--explain", "x.py"],
 }
 KEYS = (
     "num_processes", "fsdp_config", "distributed_type", "compute_environment", "fsdp_version", "tpu_name",
     "tpu_zone", "commands", "command_file", "fp16", "tp_config", "mpirun_config", "dynamo_backend",
-    "fsdp_sharding_strategy", "fsdp_state_dict_type", "deepspeed_config", "model_type", "architectures",
-    "hidden_size", "auto_map", "pretrained_cfg",
+    "fsdp_sharding_strategy", "fsdp_state_dict_type", "deepspeed_config",
 )  # fmt: skip
 values = st.recursive(
     st.none()

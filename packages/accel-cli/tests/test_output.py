@@ -8,7 +8,6 @@ import json
 import pytest
 
 from accel_cli.commands import env
-from accel_cli.main import main
 from accel_cli.output import REDACTED, Table, as_text, is_rich, redact, show, working
 
 TABLE = Table(head=("check", "result"), rows=(("gather", "passed"), ("a [b] c", "failed")), title="all")
@@ -91,21 +90,6 @@ def test_a_file_and_a_pipe_show_nothing_of_it(capsys):
     with working("merging"):
         pass
     assert capsys.readouterr() == ("", "")
-
-
-def test_an_estimate_shows_that_it_works_beside_its_output(monkeypatch, tmp_path, capsys):
-    pytest.importorskip("transformers")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    config = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 32, "vocab_size": 64}))
-    errors = Terminal()
-    monkeypatch.setattr("sys.stderr", errors)
-    monkeypatch.chdir(tmp_path.parent)  # a short path fits on the line
-    assert main(["estimate-memory", tmp_path.name, "--json"]) == 0
-    assert "importing torch …" in errors.getvalue()
-    assert f"estimating '{tmp_path.name}" in errors.getvalue()
-    assert "weights" in json.loads(capsys.readouterr().out)
 
 
 HUB = "hf_" + "a1B2" * 8

@@ -111,7 +111,6 @@ def test_validation_decides_what_file_and_flags_say(tmp_path):
 COMMANDS = {
     "config": "get_config_parser",
     "env": "env_command_parser",
-    "estimate-memory": "estimate_command_parser",
     "merge-weights": "merge_command_parser",
     "test": "test_command_parser",
     "to-fsdp2": "to_fsdp2_command_parser",

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name, *words = argv
     try:
-        command = COMMANDS.get(name) or installed_commands().get(name)
+        command = find_command(name)
         if command is None:
             known = (*COMMANDS, *installed_commands())
             hint = did_you_mean(name, known, f"there are {', '.join(known)}.")
@@ -54,6 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(name: str) -> int:
     """Run a subcommand with the arguments of this process."""
     return main([name, *sys.argv[1:]])
+
+
+def find_command(name: str) -> Callable[[Sequence[str]], int] | None:
+    """Return a subcommand of this or of another distribution."""
+    return COMMANDS.get(name) or installed_commands().get(name)
 
 
 def installed_commands() -> dict[str, Callable[[Sequence[str]], int]]:
@@ -138,22 +143,6 @@ COMMANDS: Mapping[str, Subcommand] = {
         "accel_cli.commands.selftest", "Check that training works on this machine.", "selftest"
     ),
     "env": Subcommand("accel_cli.commands.env", "Print environment information for bug reports.", "env"),
-    "estimate-memory": Subcommand(
-        "accel_cli.commands.estimate.command",
-        "Estimate the memory of a model, at rest and in training.",
-        "estimate",
-        imports_torch=True,
-    ),
-    "check": Subcommand(
-        "accel_cli.commands.check.command",
-        "Dry-run a script as ranks of a large job, without devices.",
-        "check",
-    ),
-    "doctor": Subcommand(
-        "accel_cli.commands.doctor.command",
-        "Compare a run on many ranks with a run in one process.",
-        "doctor",
-    ),
     "merge-weights": Subcommand(
         "accel_cli.commands.merge",
         "Merge a sharded checkpoint into full weights.",

@@ -25,7 +25,7 @@ from accel_cli.config_file import read_config, write
 from accel_cli.launch import launchers, sagemaker
 from accel_cli.launch.command import LaunchPlan, make_plan, plan_launch, prepare_command, probe_host
 from accel_cli.launch.launchers import LAUNCHERS, xla_formats
-from accel_cli.main import COMMANDS
+from accel_cli.main import Subcommand, find_command
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
@@ -224,11 +224,15 @@ _DEFAULTS = {
 
 
 def _make_functions(name: str) -> tuple[Callable[..., ArgumentParser], Callable[[Namespace], None]]:
-    command = COMMANDS[name]
+    def subcommand() -> Subcommand:
+        command = find_command(name)
+        if not isinstance(command, Subcommand):
+            raise SettingsError(f"`accel {name}` is not installed: `pip install accel-suite`.")
+        return command
 
     def make_parser(subparsers: Any = None) -> ArgumentParser:
         """Create the parser of the subcommand; see the module."""
-        made = command.make_parser()
+        made = subcommand().make_parser()
         if subparsers is None:
             return made
         parser = subparsers.add_parser(name, parents=[made], add_help=False, description=made.description)
@@ -237,6 +241,7 @@ def _make_functions(name: str) -> tuple[Callable[..., ArgumentParser], Callable[
 
     def run(args: Namespace) -> None:
         """Run the subcommand; see the module."""
+        command = subcommand()
         actions = command.make_parser().actions
         defaults = {action.dest: action.default for action in actions if action.dest != "help"}
         if code := command.call(Namespace(**{**defaults, **vars(args)})):

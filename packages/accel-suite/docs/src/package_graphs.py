@@ -26,6 +26,7 @@ PACKAGES = (
     "accel_train",
     "accel_cli",
     "accel_convert",
+    "accel_inspect",
     "accel_compat",
 )
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"

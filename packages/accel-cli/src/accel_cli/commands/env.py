@@ -25,8 +25,8 @@ from accel_state.settings import default_config_file, merge_layers, parse_enviro
 from accel_state.topology import detect
 
 _OURS = (
-    "accel-bigmodel", "accel-cli", "accel-compat", "accel-convert", "accel-ops", "accel-plugins",
-    "accel-quant", "accel-state", "accel-suite", "accel-trackers", "accel-train",
+    "accel-bigmodel", "accel-cli", "accel-compat", "accel-convert", "accel-inspect", "accel-ops",
+    "accel-plugins", "accel-quant", "accel-state", "accel-suite", "accel-trackers", "accel-train",
 )  # fmt: skip
 _LIBRARIES = (
     "bitsandbytes", "datasets", "deepspeed", "diffusers", "huggingface-hub", "megatron-core", "numpy", "peft",

@@ -1,0 +1,1 @@
+"""Inspect a training run: `accel check`, `accel doctor` and `accel estimate-memory`."""

@@ -1,0 +1,153 @@
+"""Keep the outputs of a trial apart from the user's: trackers are off, and files go to a temporary folder."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_inspect.check.patches import replace_names
+from accel_inspect.check.record import RankTask
+from accel_state import environ
+from accel_trackers.general import NullTracker
+
+_TRACKERS_OFF = {
+    "WANDB_MODE": "disabled",
+    "SWANLAB_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "COMET_START_ONLINE": "0",
+}
+"""The switches of trackers that a script may use without the `Accelerator`."""
+
+
+def keep_outputs(task: RankTask) -> None:
+    """Start no runs of trackers, and redirect files that the script writes, moves and removes to a folder.
+
+    The folder is beside the output of the task, and has each file under its absolute path. What the script
+    has written is found again; what it removes stays. Caches, hidden folders of the home directory, and files
+    of the system and of the command are used as usual.
+    """
+    output = Path(task.output).absolute()
+    variables, folder = environ.read(), output.with_name(f"{task.run}-files")
+    temporary = folder / "tmp"
+    temporary.mkdir(parents=True, exist_ok=True)
+    tempfile.tempdir = str(temporary)
+    tracking = {"MLFLOW_TRACKING_URI": (folder / "mlflow").as_uri()}
+    environ.publish({**_TRACKERS_OFF, **tracking, "TMPDIR": str(temporary)})
+    replace_names(
+        "accel_trackers.session.TrackerSession",
+        _start_tracker=lambda _self, chosen, *_: NullTracker(getattr(chosen, "name", chosen)),
+    )
+    caches = [
+        path for name, path in variables.items() if "CACHE" in name or name in {"HF_HOME", "TORCH_HOME"}
+    ]
+    usual = (output.parent, *map(Path, (*task.folders, *caches, "/dev", "/proc", "/sys")))
+    files = _Files(folder, usual)
+    for module, name, *redirections in (
+        *((os, name, files.read) for name in ("stat", "lstat", "access", "chdir", "readlink")),
+        *((os, name, files.listed) for name in ("listdir", "scandir")),
+        *((os, name, files.emptied) for name in ("remove", "unlink", "rmdir")),
+        *((os, name, files.changed) for name in ("chmod", "utime", "truncate")),
+        *((os, name, files.changed, files.written) for name in ("rename", "replace")),
+        (os, "mkdir", files.created),
+        (os, "symlink", lambda path: path, files.written),
+        (shutil, "rmtree", files.emptied),
+    ):
+        setattr(module, name, _redirect(getattr(module, name), *redirections))
+    open_file, open_descriptor = io.open, os.open
+
+    @functools.wraps(open_file)
+    def open_redirected(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        path = files.by_use(file, writes=bool({*mode} & {*"wax+"}), new="x" in mode, empties="w" in mode)
+        return open_file(path, mode, *args, **options)
+
+    @functools.wraps(open_descriptor)
+    def open_descriptor_redirected(path: Any, flags: int, *args: Any, **options: Any) -> Any:
+        if options.get("dir_fd") is None:
+            writes = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND))
+            path = files.by_use(
+                path, writes=writes, new=bool(flags & os.O_EXCL), empties=bool(flags & os.O_TRUNC)
+            )
+        return open_descriptor(path, flags, *args, **options)
+
+    setattr(builtins, "open", open_redirected)  # noqa: B010 - its type has overloads
+    setattr(io, "open", open_redirected)  # noqa: B010
+    os.open = open_descriptor_redirected
+
+
+def _redirect(function: Callable[..., Any], *redirections: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if options.get("dir_fd") is None:
+            paths = [redirect(path) for redirect, path in zip(redirections, args, strict=False)]
+            args = (*paths, *args[len(paths) :])
+        return function(*args, **options)
+
+    return call
+
+
+class _Files:
+    """The paths that the functions get in place of the user's, by what they do."""
+
+    def __init__(self, folder: Path, excluded: Sequence[Path]) -> None:
+        self._folder, self._excluded = folder, excluded
+        self._home = Path(os.path.expanduser("~"))  # noqa: PTH111 - there may be none
+        self._lstat = os.lstat  # not the redirected one
+
+    def read(self, path: Any) -> Any:
+        copy = self._copy_of(path)
+        return path if copy is None or not self._exists(copy) else copy
+
+    def listed(self, path: Any) -> Any:
+        return path if isinstance(path, int) or self._exists(path) else self.read(path)
+
+    def created(self, path: Any) -> Any:
+        return path if self._exists(path) else self.written(path)
+
+    def written(self, path: Any) -> Any:
+        copy = self._copy_of(path)
+        if copy is None or not self._exists(self.read(Path(os.fsdecode(path)).absolute().parent)):
+            return path  # with the error of a folder that does not exist
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        return copy
+
+    def changed(self, path: Any) -> Any:
+        copy = self.written(path)
+        if copy is not path and self._exists(path) and not self._exists(copy):
+            (shutil.copytree if Path(os.fsdecode(path)).is_dir() else shutil.copy2)(path, copy)
+        return copy
+
+    def emptied(self, path: Any) -> Any:
+        copy = self.written(path)
+        if copy is not path and self._exists(path) and not self._exists(copy):
+            copy.mkdir() if Path(os.fsdecode(path)).is_dir() else copy.touch()
+        return copy
+
+    def by_use(self, path: Any, *, writes: bool, new: bool, empties: bool) -> Any:
+        if not writes:
+            return self.read(path)
+        use = self.created if new else self.written if empties else self.changed
+        return use(path)
+
+    def _copy_of(self, path: Any) -> Path | None:
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            return None  # a descriptor
+        absolute = Path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100 - links are the user's
+        is_hidden = absolute.is_relative_to(self._home) and str(absolute.relative_to(self._home))[0] == "."
+        if is_hidden or any(map(absolute.is_relative_to, self._excluded)):
+            return None
+        return self._folder / absolute.relative_to(absolute.anchor)
+
+    def _exists(self, path: Any) -> bool:
+        try:
+            self._lstat(path)
+        except OSError:
+            return False
+        return True

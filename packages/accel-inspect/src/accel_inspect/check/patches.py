@@ -1,0 +1,440 @@
+"""Patch communication, storage and data loading for a script that runs as one rank without the others.
+
+Each fake is set into the module that has the real object, before the modules that use it are imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
+
+from accel_inspect.check.pipeline import patch_pipelines
+from accel_inspect.check.record import RankTask
+from accel_inspect.check.recorder import CollectiveRecorder, fake_value, is_fake, nbytes_of
+from accel_inspect.check.strategy import FORMS, files_of, record_strategies
+from accel_ops.tree import recursively_apply
+from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int, fill_shards
+from accel_plugins.optimizers.matrices import ShardLayout
+from accel_state.collectives import ReduceOp
+from accel_state.libraries import BY_NAME, Fp8Device
+from accel_state.torch_private import FakeTensor, ShardingPropagator, compute_local_shape_and_global_offset
+from accel_train.checkpoint.contents import form_of_run
+
+
+def install(recorder: CollectiveRecorder, task: RankTask) -> None:
+    """Apply all patches."""
+    _patch_values()
+    _patch_moves(recorder)
+    _patch_conversions()
+    _patch_sharding(recorder)
+    optimizer: Any = import_module("torch.optim.optimizer")  # which uses foreach kernels on accelerators
+    real_devices = optimizer._get_foreach_kernels_supported_devices
+    optimizer._get_foreach_kernels_supported_devices = lambda: [*real_devices(), "cpu"]
+    optimizer._foreach_supported_types.append(FakeTensor)
+    _patch_communication(recorder, task)
+    patch_pipelines(recorder)
+    _patch_recipes(recorder)
+    _patch_storage(recorder)
+    _patch_loaders(recorder, task.batches)
+
+
+def replace_names(path: str, **patches: Any) -> None:
+    """Set existing attributes of a module or class."""
+    owner = pkgutil.resolve_name(path)
+    for name, patch in patches.items():
+        if not hasattr(owner, name):
+            raise AttributeError(f"{path} has no {name} to replace")
+        setattr(owner, name, patch)
+
+
+def _patch_values() -> None:
+    """Patch the methods that read a tensor's memory without the dispatcher."""
+
+    def replaced(method: Callable[..., Any], make: Callable[[Any], Any]) -> Callable[..., Any]:
+        def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return make(self) if is_fake(self) else method(self, *args, **kwargs)
+
+        return read
+
+    tensor: Any = torch.Tensor
+    for name, make in (("tolist", _fake_list), ("numpy", _fake_array), ("__array__", _fake_array)):
+        setattr(tensor, name, replaced(getattr(tensor, name), make))
+
+
+def _fake_list(tensor: Any) -> Any:
+    value: Any = fake_value(tensor)
+    for length in reversed(tensor.shape):
+        value = [value] * length
+    return value
+
+
+def _fake_array(tensor: Any) -> Any:
+    numpy: Any = import_module("numpy")
+    return numpy.ones(tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch.").replace("bf", "f"))
+
+
+def _patch_moves(recorder: CollectiveRecorder) -> None:
+    """Patch moves to the host, whose memory is not the device's; in the check, both are the CPU.
+
+    A device that is named by a string is likely the device of the run; `cpu()` always means the host.
+    """
+    tensor: Any = torch.Tensor
+    to_cpu, to = tensor.cpu, tensor.to
+
+    def cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = to_cpu(self, *args, **kwargs)
+        return recorder.move(moved, to_host=True) if is_fake(moved) else moved
+
+    def to_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = to(self, *args, **kwargs)
+        names_device = any(isinstance(argument, torch.device) for argument in (*args, *kwargs.values()))
+        return recorder.move(moved, to_host=False) if names_device and is_fake(moved) else moved
+
+    tensor.cpu, tensor.to = cpu, to_device
+
+
+def _patch_conversions() -> None:
+    """Patch `Module.to` and similar methods, which swap fake tensors and fail if others refer to them."""
+    module: Any = torch.nn.Module
+    real = module._apply
+
+    def apply(self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        parameters, buffers = self._parameters, self._buffers
+        tensors = [*parameters.values(), *buffers.values()]
+        if not all(is_fake(tensor) for tensor in tensors if tensor is not None):
+            return real(self, fn, recurse)
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    parameters[name] = _convert(parameter, fn)
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    buffers[name] = fn(buffer)
+        return self
+
+    module._apply = apply
+
+
+def _convert(parameter: Any, fn: Callable[[Any], Any]) -> Any:
+    new, gradient = fn(parameter), parameter.grad
+    if new.device != parameter.device:
+        return torch.nn.Parameter(new, requires_grad=parameter.requires_grad)
+    parameter.grad = None
+    parameter.data = new
+    if gradient is not None:
+        parameter.grad = fn(gradient)
+    return parameter
+
+
+def _patch_sharding(recorder: CollectiveRecorder) -> None:
+    """Patch sharding: meshes keep real values, and models move to meta parameter by parameter.
+
+    `Module.to` would swap fake tensors in place.
+    """
+    # The methods of a mesh that read its tensor of ranks; not every torch has all of them.
+    for name in ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "get_coordinate"):
+        if name in vars(DeviceMesh):
+            setattr(DeviceMesh, name, _run_within(recorder.on_real_tensors, vars(DeviceMesh)[name]))
+    # The places of shards are the values of tensors of ranks and indices.
+    layout_of = _run_within(recorder.on_real_tensors, vars(ShardLayout)["of"])
+    replace_names("accel_plugins.optimizers.matrices.ShardLayout", of=layout_of)
+    on_real = _run_within(recorder.on_real_tensors, compute_local_shape_and_global_offset)
+    replace_names("accel_plugins.sharding.shards", compute_local_shape_and_global_offset=on_real)
+    # Positions and masks are made up: they do not say what a batch has.
+    replace_names(
+        "accel_plugins.parallelism.context",
+        packs_samples=lambda _: False,
+        has_padding_before_tokens=lambda _: False,
+    )
+    propagator: Any = ShardingPropagator
+    inferring = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta")  # each torch has one of them
+    name = next(name for name in inferring if name in vars(propagator))
+    setattr(propagator, name, _run_within(recorder.paused, vars(propagator)[name]))
+    replace_names("torch.distributed.fsdp._fully_shard._fsdp_param", _chunk_with_empty=Chunks)
+    # Models that libraries make are not sharded: nothing of DeepSpeed runs here.
+    replace_names("accel_plugins.deepspeed.plugin.DeepSpeedPlugin", set_deepspeed_weakref=lambda _: None)
+
+
+def _run_within(context: Callable[[], AbstractContextManager[None]], method: Any) -> Any:
+    real: Callable[..., Any] = getattr(method, "__func__", method)
+
+    @functools.wraps(real)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return real(*args, **kwargs)
+
+    return type(method)(call) if isinstance(method, (staticmethod, classmethod)) else call
+
+
+class Chunks:
+    """Lazy chunks of a tensor: FSDP needs two of them, and making all is slow in a large world."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor = tensor
+        self._dim = dim
+        self._length = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = index * self._length
+        length = min(self._length, self._tensor.size(self._dim) - start)
+        return self._tensor.narrow(self._dim, start, length) if length > 0 else self._tensor.new_empty(0)
+
+
+def _patch_communication(recorder: CollectiveRecorder, task: RankTask) -> None:
+    """Patch the collectives, and the operations of `accel_ops` that use them."""
+    collectives = SingleRankCollectives(recorder, task.rank, task.world)
+    replace_names("accel_state.runtime", TorchCollectives=lambda _: collectives)
+    operations = fake_operations(recorder, task.world)
+    replace_names("accel_plugins.parallelism.experts", exchange_counts=_share_experts_evenly)
+    replace_names("accel_ops.pad", pad_across_processes=operations.pop("pad_across_processes"))
+    replace_names("accel_ops.collectives", **operations)
+    registry: Any = import_module("accel_plugins.registry")
+    registry.load = record_strategies(recorder, registry.load)
+
+
+def _share_experts_evenly(
+    experts: Tensor, num_experts: int, group: Any
+) -> tuple[list[int], list[int], Tensor]:
+    """Replace the exchange of the numbers of tokens, whose experts are not known: all get equally many."""
+    ranks = group.size()
+    per_rank = experts.numel() // ranks
+    send = [experts.numel() - per_rank * (ranks - 1), *[per_rank] * (ranks - 1)]
+    return send, [*send], experts.new_empty(ranks, num_experts // ranks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SingleRankCollectives:
+    """`accel_state.collectives.Collectives` without other processes, whose data is that of this rank."""
+
+    recorder: CollectiveRecorder
+    rank: int
+    world_size: int
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
+        del out, tensor
+        self.recorder.record("all_gather")
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        del tensor, src
+        self.recorder.record("broadcast")
+
+    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
+        del out, parts, src
+        self.recorder.record("scatter")
+        return lambda: None
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
+        del tensor, op
+        self.recorder.record("all_reduce")
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        self.recorder.record("all_gather_object")
+        return [obj] * self.world_size
+
+    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
+        del objects, src
+        self.recorder.record("broadcast_object_list")
+
+    def barrier(self) -> None:
+        self.recorder.record("wait_for_everyone")
+
+
+def fake_operations(recorder: CollectiveRecorder, world_size: int) -> dict[str, Callable[..., Any]]:
+    """Make replacements of the operations of `accel_ops.collectives` and `accel_ops.pad`, by name."""
+
+    def gather(tensor: Any) -> Any:
+        recorder.record("gather")
+        return recursively_apply(repeat, tensor, error_on_other_type=True)
+
+    def repeat(leaf: Tensor) -> Tensor:
+        return torch.cat([leaf.reshape(1) if leaf.ndim == 0 else leaf] * world_size)
+
+    def gather_object(object: Any) -> Any:  # noqa: A002 - the documented name
+        recorder.record("gather_object")
+        return [*object] * world_size
+
+    def broadcast(tensor: Any, from_process: int = 0) -> Any:
+        del from_process
+        recorder.record("broadcast")
+        return tensor
+
+    def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
+        del from_process
+        recorder.record("broadcast_object_list")
+        return object_list
+
+    def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+        del reduction
+        recorder.record("reduce")
+        return recursively_apply(lambda leaf: leaf * scale, tensor, error_on_other_type=True)
+
+    def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        del dim, pad_index, pad_first
+        recorder.record("pad_across_processes")
+        return tensor
+
+    functions = (gather, gather_object, broadcast, broadcast_object_list, reduce, pad_across_processes)
+    return {function.__name__: function for function in functions}
+
+
+def _patch_recipes(recorder: CollectiveRecorder) -> None:
+    """Count torchao as on a GPU, and TransformerEngine as bfloat16: it stores what that stores."""
+    choose: Any = pkgutil.resolve_name("accel_plugins.fp8.build.choose_backend")
+
+    def choose_backend(named: str | None, device: Any, **options: Any) -> Any:
+        if named == "MSAMP":  # It is refused where it is not installed, not because the check is on the CPU.
+            device = Fp8Device(type="cuda")
+        backend = BY_NAME[named] if named == "TE" else choose(named, device, **options)
+        recorder.fp8 = backend.title
+        return backend
+
+    replace_names("accel_plugins.fp8.build", choose_backend=choose_backend)
+    replace_names(
+        "accel_plugins.fp8.te",
+        make_recipe=lambda _: None,
+        convert_model=lambda _: {},
+        fp8_autocast=lambda _, **__: nullcontext(),
+    )
+    torchao: Any = import_module("accel_plugins.fp8.ao")
+    config_of, convert = torchao._config, torchao._convert
+
+    def config_without_emulation(handler: Any, device: Any) -> Any:
+        config = config_of(handler, device)
+        return replace(config, emulate=handler.emulate) if hasattr(config, "emulate") else config
+
+    def cast_inputs(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        inputs, *remaining = args
+        if torch.is_autocast_enabled("cpu"):  # torchao's layers do so with CUDA's autocast only.
+            inputs = inputs.to(torch.get_autocast_dtype("cpu"))
+        return (inputs, *remaining)
+
+    def convert_and_cast(model: Any, *arguments: Any, **options: Any) -> set[str]:
+        names = convert(model, *arguments, **options)
+        for layer in map(model.get_submodule, names):
+            layer.register_forward_pre_hook(cast_inputs)
+        return names
+
+    replace_names("accel_plugins.fp8.ao", _config=config_without_emulation, _convert=convert_and_cast)
+
+
+def _patch_storage(recorder: CollectiveRecorder) -> None:
+    """Patch what reads and writes checkpoints and weights: files are recorded instead."""
+    saving: Any = import_module("accel_train.checkpoint.save")
+
+    # 1. Make the fakes of checkpoints, weights and objects.
+    def save(run: Any, output_dir: Any, *, safe: bool, blocking: bool, to_disk: bool) -> Any:
+        del blocking, to_disk
+        recorder.record("save_state")
+        folder = saving.target_of(run, output_dir)
+        if run.is_automatic:
+            run.project.iteration += 1
+        with recorder.silence():
+            form = FORMS[form_of_run(run)]
+            files = [*files_of(run, recorder.full_models, safe=safe)]
+        for name, nbytes, full_nbytes in files:
+            recorder.record_file(str(folder / name), nbytes, form=form, full_nbytes=full_nbytes)
+        if form == "whole" and recorder.is_sharded:  # It is gathered before it is written.
+            recorder.record_host_buffer(sum(nbytes for _, nbytes, _ in files))
+        return SimpleNamespace(done=True, path=str(folder), wait=lambda: str(folder))  # It is complete.
+
+    def load(*args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        recorder.record("load_state")
+
+    def write_weights(parts: Any, folder: Any, **options: Any) -> None:
+        limit, nbytes = convert_file_size_to_int(options.get("max_shard_size", DEFAULT_SHARD_SIZE)), 0
+        for shard, _ in fill_shards(((part, nbytes_of(part)) for part in parts), limit):
+            nbytes += nbytes_of(shard)
+            shard.clear()  # The writer, too, holds references to the parts until then.
+        recorder.record_file(str(Path(folder) / "model*.safetensors"), nbytes)
+
+    def write_object(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        recorder.record_file(str(f), nbytes_of(obj))
+
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **options: Any) -> None:
+        if options.get("is_main_process", args[0] if args else True):
+            state = options.get("state_dict", args[1] if len(args) > 1 else None)
+            write_weights([self.state_dict() if state is None else state], save_directory)
+
+    # 2. Put them in place of the real functions.
+    saving.save = save
+    if "transformers.modeling_utils" in sys.modules:
+        replace_names("transformers.modeling_utils.PreTrainedModel", save_pretrained=save_pretrained)
+    replace_names(
+        "safetensors.torch", save_file=lambda tensors, filename, *_, **__: write_object(tensors, filename)
+    )
+    replace_names("accel_train.checkpoint.load", load=load, has_checkpoint=lambda *_: False)
+    replace_names("accel_train.checkpoint.context.CheckpointContext", meet=lambda *_: None)
+    replace_names("accel_ops.weights.write", save_state_parts=write_weights, save=write_object)
+    torch.save = write_object
+
+
+_END: Any = object()
+
+
+def _patch_loaders(recorder: CollectiveRecorder, batches: int) -> None:
+    """Patch loaders: they yield their first batches only, as fake tensors."""
+    adapter: Any = import_module("accel_train.data.adapter")
+    preparing: Any = import_module("accel_train.data.prepare")
+    real_pass, real_iter = adapter.PreparedLoader._pass, DataLoader.__iter__
+
+    # 1. Loaders that are iterated yield their first batches.
+    def iter_first(make: Callable[[], Iterator[Any]], loader: Any) -> Iterator[Any]:
+        """Yield the first batches as fake tensors, read outside of fake mode; mark the last one."""
+        vars(loader).update(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
+        with recorder.on_real_tensors():
+            real_batches = make()
+            upcoming = next(real_batches, _END)
+            recorder.record_batch(loader, upcoming)
+        for number in itertools.count(1):
+            if upcoming is _END:
+                return
+            current = recorder.make_fake(upcoming)
+            if number == batches:
+                vars(loader)["end_of_dataloader"] = True
+            yield current
+            if number == batches:
+                break
+            with recorder.on_real_tensors():
+                upcoming = next(real_batches, _END)
+                recorder.record_batch(loader, upcoming)
+        with recorder.on_real_tensors():
+            del real_batches
+
+    def pass_once(self: Any, batch_transfer: Any = None, *, before: Any = None) -> Iterator[Any]:
+        del batch_transfer
+        return iter_first(lambda: real_pass(self, None, before=before), self)
+
+    def iterate(self: Any) -> Iterator[Any]:
+        return real_iter(self) if recorder.is_on_real_tensors else iter_first(lambda: real_iter(self), self)
+
+    adapter.PreparedLoader._pass = pass_once
+    setattr(DataLoader, "__iter__", iterate)  # noqa: B010 - its declared type is another
+    real_prepare = preparing.prepare_data_loader
+
+    # 2. Loaders are prepared outside of fake mode, and recorded.
+    def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
+        with recorder.on_real_tensors():
+            loader = real_prepare(*args, **{**kwargs, "dispatch_batches": False})
+            recorder.record_loader(loader, kwargs.get("process_index") or 0)
+        return loader
+
+    preparing.prepare_data_loader = prepare_data_loader

@@ -1,0 +1,113 @@
+"""Run a rank of a pipeline alone: a copy of the model provides the inputs from other stages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel_inspect.check.recorder import CollectiveRecorder
+from accel_plugins.parallelism.sequence import without_exchange
+from accel_plugins.pipeline import state, strategy
+from accel_plugins.pipeline.engine import Pipeline, loss_in
+from accel_plugins.pipeline.stages import Layout, first_tensor
+from accel_plugins.pipeline.state import ModelNames
+
+
+def patch_pipelines(recorder: CollectiveRecorder) -> None:
+    """Patch `accel_plugins.pipeline`: only the stages of this rank are cut out, and they run the schedule.
+
+    Evaluations, and the pass by which ranks learn what stages pass on, run on a copy of the full model.
+    """
+    copies: WeakKeyDictionary[Pipeline, nn.Module] = WeakKeyDictionary()
+    owners: dict[int, nn.Module] = {}  # by the identity of the names, which are kept as long as the model
+    pipeline: Any = Pipeline
+    of_strategy: Any = strategy
+    of_state: Any = state
+    train, run_stage = pipeline.train, pipeline.run_stage
+    cut, names_of = strategy.StageCutter.__call__, ModelNames.of
+    stage: list[int] = []
+
+    def note_names(model: nn.Module, layout: Layout) -> ModelNames:
+        names = names_of(model, layout)
+        with recorder.paused():
+            recorder.full_models[model] = owners[id(names)] = copy.deepcopy(model)
+        return names
+
+    def cut_and_copy(self: strategy.StageCutter, model: nn.Module) -> None:
+        cut(self, model)
+        made = self.models[model].pipeline
+        policy: Any = None if self.full is None else self.full.plugin.mixed_precision_policy
+        with recorder.paused():
+            copies[made] = copy.deepcopy(recorder.full_models[model])
+            if policy is not None and policy.param_dtype is not None:
+                copies[made].to(policy.param_dtype)
+        stage[:] = [made.rank]
+
+    def within_stage(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with recorder.within_stage(stage[0]) if stage else nullcontext():
+                return function(*args, **kwargs)
+
+        return call
+
+    def probe(self: Any) -> None:
+        with recorder.paused(), recorder.silence(), without_exchange():
+            _learn_boundaries(self, copies[self])
+
+    def run_schedule(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
+        recorder.record("schedule of the pipeline")
+        with recorder.within_stage(self.rank):
+            return train(self, *args, **kwargs)
+
+    def run_one_stage(self: Any, stage: Any, received: Tensor | None, index: int) -> Tensor:
+        return run_stage(self, stage, received, min(index, self.micro_batches - 1))  # the index is made up
+
+    def evaluate(self: Pipeline, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        recorder.record("forward pass of the pipeline")
+        with recorder.silence(), without_exchange(), torch.no_grad():
+            return copies[self].train(self.stages[0].training)(*args, **kwargs)
+
+    def descriptions(names: ModelNames, tensors: Mapping[Any, Any], group: dist.ProcessGroup) -> list[Any]:
+        del tensors
+        full = owners[id(names)].state_dict(keep_vars=True)
+        about = {name: (full[name].shape, full[name].dtype) for name in {*names.first.values()} & {*full}}
+        return [about] * group.size()
+
+    pipeline.probe, pipeline.evaluate = probe, evaluate
+    pipeline.train, pipeline.run_stage = run_schedule, run_one_stage
+    strategy.StageCutter.__call__ = cut_and_copy
+    of_strategy.norm_of = within_stage(of_strategy.norm_of)
+    ModelNames.of = note_names  # pyright: ignore[reportAttributeAccessIssue] - called by the class's name
+    of_state.all_gather_objects = lambda obj, group: [obj] * group.size()
+    of_state.descriptions = descriptions
+    of_state.gather_full_tensor = within_stage(of_state.gather_full_tensor)
+
+
+def _learn_boundaries(pipe: Any, model: nn.Module) -> None:
+    """Learn from a copy of the full model what the stages of a pipeline pass on."""
+    layout = pipe.layout
+    pipe._boundaries = {}
+
+    def learn(number: int, output: Any) -> None:
+        name = layout.names[layout.bounds[number][1] - 1]
+        pipe._boundaries[number] = pipe._boundary(first_tensor(output, name))
+        pipe._forms[number + 1] = len(output) if isinstance(output, tuple) else 0
+
+    handles = [
+        model.get_submodule(layout.names[end - 1]).register_forward_hook(
+            lambda _, __, output, number=number: learn(number, output)
+        )
+        for number, (_, end) in enumerate(layout.bounds[:-1])
+    ]
+    args, kwargs = pipe._batch.parts[0]
+    output = model(*args, **kwargs)
+    for handle in handles:
+        handle.remove()
+    pipe._form = type(output), loss_in(type(model).__name__, output).dtype

@@ -1,0 +1,362 @@
+"""Run a script as selected ranks and compare their records. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import field, replace
+from itertools import permutations, zip_longest
+from pathlib import Path
+from typing import Any
+
+from accel_inspect.estimate.memory import Buckets, MemoryPeak, ModelSizes
+from accel_state.frozen import frozen
+
+
+@frozen
+class RankTask:
+    """The arguments of a process that runs as a rank.
+
+    Args:
+        local_world: Ranks of a node.
+        batches: Number of batches of every loader.
+        output: The file to write the record to.
+        port: The port of rank 0 at which ranks meet.
+        run: The run that the process belongs to, whose processes share the files that they write.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    rank: int
+    world: int
+    local_world: int
+    batches: int
+    output: str = ""
+    port: int = 29500
+    run: str = "check"
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders that the command itself writes to, beside that of the output."""
+        return ()
+
+    @property
+    def name(self) -> str:
+        """The name of the record."""
+        return str(self.rank)
+
+    def timeout_reason(self, timeout: int) -> str:
+        """Return the reason of a rank that was stopped at the timeout."""
+        return (
+            f"it did not end within {timeout} s (--timeout). Values are made up, so a loop that waits "
+            "for a certain value may never end"
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables by which launchers pass rank and world size to a process."""
+        variables = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world,
+            "LOCAL_RANK": self.rank % self.local_world,
+            "LOCAL_WORLD_SIZE": self.local_world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": self.port,
+        }
+        return {name: str(value) for name, value in variables.items()}
+
+
+@frozen
+class RecordedCollective:
+    """A collective, or a transfer between two ranks.
+
+    Args:
+        stage: The position in the pipeline of the rank, if the ranks of that stage alone take part.
+        peer: The other rank of a transfer.
+        transferred: Bytes of a transfer.
+        nbytes: Device memory of the rank at that moment.
+    """
+
+    kind: str
+    where: str
+    stage: int | None = None
+    peer: int | None = field(default=None, compare=False)
+    transferred: int = field(default=0, compare=False)
+    nbytes: int = field(default=0, compare=False)
+
+    def __str__(self) -> str:
+        if self.peer is None:
+            return f"{self.kind} at {self.where}"
+        preposition = "to" if self.kind == "send" else "from"
+        return f"{self.kind} {self.transferred} bytes {preposition} rank {self.peer} at {self.where}"
+
+
+@frozen
+class File:
+    """A file that would be written.
+
+    Args:
+        form: The form of its checkpoint, if it belongs to one.
+        full_nbytes: Bytes of it and of the shards that other ranks write.
+    """
+
+    name: str
+    nbytes: int
+    where: str
+    form: str = ""
+    full_nbytes: int = 0
+
+
+@frozen
+class SelectedStrategy:
+    """The strategy of a rank.
+
+    Args:
+        counted_as: Its name among the estimates, if its own code does not run.
+        offloaded: Whether parameters, gradients and optimizer states are on the host.
+    """
+
+    name: str = ""
+    counted_as: str = ""
+    axes: Mapping[str, int] = field(default_factory=dict[str, int])
+    offloaded: bool = False
+    precision: str = "no"
+
+
+@frozen
+class LoaderRecord:
+    """A prepared loader.
+
+    Args:
+        where: File and line of the script that prepared it.
+        shard: The data shard of the rank.
+        indices: Digest of the indices of a custom sampler that `prepare` shards; empty where there is none.
+        batches: Digests of the batches that were read; none if all their values are the same.
+    """
+
+    where: str
+    shard: int
+    indices: str = ""
+    batches: tuple[str, ...] = ()
+
+
+@frozen
+class RankRecord:
+    """The record of one rank.
+
+    Args:
+        strategy: The strategy that would train; its name is empty if no `Accelerator` was made.
+        fp8: The title of the library that multiplies matrices in 8 bits; empty if none does.
+        on_rank: Elements of parameters that Megatron keeps on the rank.
+        sizes: The models, in elements; None if none was prepared.
+        moments: The moments of its passes with most memory.
+        parts: Its peak in bytes by kind, if the strategy's own code ran.
+        host: Peak of host bytes for tensors that are moved there, such as a gathered model.
+        loaders: Its prepared loaders, in order.
+        stopped: Why and where the script stopped early; empty if it completed.
+    """
+
+    rank: int
+    strategy: SelectedStrategy = field(default_factory=SelectedStrategy)
+    fp8: str = ""
+    buckets: Buckets = field(default_factory=Buckets)
+    on_rank: int = 0
+    sizes: ModelSizes | None = None
+    moments: tuple[MemoryPeak, ...] = ()
+    parts: Mapping[str, int] = field(default_factory=dict[str, int])
+    host: int = 0
+    events: tuple[RecordedCollective, ...] = ()
+    files: tuple[File, ...] = ()
+    loaders: tuple[LoaderRecord, ...] = ()
+    stopped: str = ""
+
+    @property
+    def stage(self) -> int | None:
+        """The position of the rank in its pipeline, if it has run a schedule."""
+        return next((event.stage for event in self.events if event.stage is not None), None)
+
+
+def differences(records: Sequence[RankRecord]) -> list[str]:
+    """Find the first collective in which each rank differs from the first one (of its stage, if any).
+
+    Example:
+        >>> record = RankRecord(rank=0, events=(RecordedCollective(kind="gather", where="train.py:3"),))
+        >>> print(differences([record, RankRecord(rank=1)])[0])
+        rank 0 calls gather at train.py:3, while rank 1 has ended: both would wait forever
+    """
+    ranks_by_pair: dict[tuple[int, RecordedCollective | None, RecordedCollective | None], list[int]] = {}
+    first_of_stage: dict[int | None, RankRecord] = {}
+    for record in records:
+        for first in dict.fromkeys((records[0].rank, first_of_stage.setdefault(record.stage, record).rank)):
+            pair = _first_difference(next(r for r in records if r.rank == first), record)
+            if pair is not None:
+                ranks_by_pair.setdefault((first, *pair), []).append(record.rank)
+                break
+    return [
+        f"rank {first} {_describe(event)}, while rank {', '.join(map(str, ranks))} {_describe(other)}: both"
+        " would wait forever"
+        for (first, event, other), ranks in ranks_by_pair.items()
+    ]
+
+
+def transfer_problems(records: Sequence[RankRecord]) -> list[str]:
+    """Find pairs of ranks where the sent and the received tensors differ.
+
+    Example:
+        >>> send, receive = (
+        ...     RecordedCollective(kind=kind, where="train.py:3", peer=peer, transferred=nbytes)
+        ...     for kind, peer, nbytes in (("send", 1, 8), ("receive", 0, 4))
+        ... )
+        >>> records = [RankRecord(rank=0, events=(send,)), RankRecord(rank=1, events=(receive,))]
+        >>> print(*transfer_problems(records))
+        rank 0 sends 8 bytes to rank 1 at train.py:3, which expects 4
+    """
+    problems: list[str] = []
+    for sender, receiver in permutations(records, 2):
+        sent = [event for event in sender.events if (event.kind, event.peer) == ("send", receiver.rank)]
+        expected = [e for e in receiver.events if (e.kind, e.peer) == ("receive", sender.rank)]
+        for event, other in zip(sent, expected, strict=False):  # `differences` finds missing schedules
+            if event.transferred != other.transferred:
+                problems.append(
+                    f"rank {sender.rank} sends {event.transferred} bytes to rank {receiver.rank} at "
+                    f"{event.where}, which expects {other.transferred}"
+                )
+                break
+    return problems
+
+
+def _first_difference(
+    first: RankRecord, second: RankRecord
+) -> tuple[RecordedCollective | None, RecordedCollective | None] | None:
+    """Return the first two collectives that differ, None for a rank that has ended; None if all are equal."""
+    stages = {first.stage, second.stage}
+    events = [
+        [event for event in record.events if event.stage is None or len(stages) == 1]
+        for record in (first, second)
+    ]
+    for event, other in zip_longest(*events):
+        if event == other:
+            continue
+        # The collectives of a rank that stopped early are not known.
+        if (event is None and first.stopped) or (other is None and second.stopped):
+            return None
+        return event, other
+    return None
+
+
+def _describe(event: RecordedCollective | None) -> str:
+    return "has ended" if event is None else f"calls {event.kind} at {event.where}"
+
+
+def data_problems(records: Sequence[RankRecord]) -> list[str]:
+    """Find loaders that give ranks the same samples, or skip samples.
+
+    Example:
+        >>> loaders = [(LoaderRecord(where="train.py:3", shard=rank, batches=("a",)),) for rank in (0, 1)]
+        >>> for problem in data_problems([RankRecord(rank=rank, loaders=loaders[rank]) for rank in (0, 1)]):
+        ...     print(problem)
+        rank 0 and rank 1 read the same samples from the loader prepared at train.py:3
+    """
+    first, *following = records
+    problems: dict[str, None] = {}
+    for record in following:
+        ranks = f"rank {first.rank} and rank {record.rank}"
+        for loader, other in zip(first.loaders, record.loaders, strict=False):
+            if loader.shard == other.shard or loader.where != other.where:
+                continue
+            if loader.indices and other.indices and loader.indices != other.indices:
+                problems[
+                    f"{ranks} miss samples of the loader prepared at {loader.where}. Its sampler "
+                    "already shards the indices, and prepare() shards them again. Pass "
+                    "DataLoaderConfiguration(already_sharded=True)"
+                ] = None
+            elif loader.batches and loader.batches == other.batches:
+                problems[f"{ranks} read the same samples from the loader prepared at {loader.where}"] = None
+    return list(problems)
+
+
+def ranks_to_check(world: int, local_world: int) -> tuple[int, ...]:
+    """Return the ranks that scripts treat differently: the first, the last, and the first of other nodes.
+
+    Example:
+        >>> ranks_to_check(128, 8), ranks_to_check(1, 8)
+        ((0, 1, 8, 127), (0,))
+    """
+    return tuple(sorted({rank for rank in (0, 1, local_world, world - 1) if 0 <= rank < world}))
+
+
+WORKER = "accel_inspect.check.rank_worker"
+
+CAN_FORK = sys.platform == "linux"
+"""Whether one process imports common modules and forks the ranks; on other systems, whose libraries do not
+survive a fork, every rank is spawned."""
+
+
+def run_ranks(
+    tasks: Sequence[RankTask],
+    variables: Mapping[str, str],
+    *,
+    timeout: int,
+    worker: str = WORKER,
+    at_once: int | None = None,
+) -> list[Any]:
+    """Run the script as selected ranks, each in its own process.
+
+    Args:
+        tasks: The tasks, with distinct names.
+        variables: The environment of all.
+        timeout: Seconds that each may take.
+        worker: The module that is run with the tasks, and that writes their records.
+        at_once: The number of processes at a time; by default that of the cores.
+
+    Returns:
+        The records, in the order of the tasks; a `RankRecord` for a process that left none.
+    """
+    at_once = at_once or os.cpu_count() or 1
+    with tempfile.TemporaryDirectory(prefix="accel-check-") as folder:
+        tasks = [replace(task, output=str(Path(folder) / f"{task.name}.record")) for task in tasks]
+        groups = [tasks] if CAN_FORK else [[task] for task in tasks]
+        with ThreadPoolExecutor(at_once) as pool:
+            reasons = pool.map(
+                lambda group: _run(group, variables, timeout=timeout, at_once=at_once, worker=worker), groups
+            )
+            return [
+                pickle.loads(path.read_bytes())  # noqa: S301 - our worker wrote it
+                if (path := Path(task.output)).is_file()
+                else RankRecord(rank=task.rank, stopped=reason)
+                for group, reason in zip(groups, reasons, strict=True)
+                for task in group
+            ]
+
+
+def _run(
+    tasks: Sequence[RankTask], variables: Mapping[str, str], *, timeout: int, at_once: int, worker: str
+) -> str:
+    """Run one process for all ranks; return the reason for ranks without a record."""
+    path = Path(tasks[0].output).with_suffix(".tasks")
+    path.write_bytes(pickle.dumps((tasks, timeout, at_once)))
+    environment = tasks[0].environment if len(tasks) == 1 else {}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", worker, str(path)],
+            env={**variables, **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=None if len(tasks) > 1 else timeout,
+        )
+    except subprocess.TimeoutExpired:
+        return tasks[0].timeout_reason(timeout)
+    return exit_reason(done.returncode, done.stderr)
+
+
+def exit_reason(code: int, output: str) -> str:
+    """Return the reason of a rank whose process has exited without a record."""
+    lines = output.strip().splitlines() or ["no output"]
+    return f"it exited with code {code}: {lines[-1]}"

@@ -1,0 +1,423 @@
+"""Record a rank's collectives, files, loaders and memory, on fake tensors whose values are made up."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel_inspect.check.record import File, LoaderRecord, RecordedCollective, SelectedStrategy
+from accel_inspect.estimate.memory import ADAM, Buckets
+from accel_inspect.estimate.trace import LiveStorageTracker, storage_key, wraps_tensors
+from accel_ops.modules import replaced_attributes
+from accel_ops.tree import local_part
+from accel_plugins.fp8.recipe import plain_tensor
+from accel_state.rank_status import call_site, source_location
+from accel_state.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    disable_current_modes,
+    tree_leaves,
+    tree_map,
+)
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+_MOST_INDICES = 2**20
+"""Indices of a sampler that are compared at most."""
+
+
+@dataclass(kw_only=True)
+class CollectiveRecorder:
+    """Recorder of one rank.
+
+    Args:
+        models: The prepared models.
+        full_models: Copies of the prepared models of which a rank has some stages, before they were cut.
+        fakes: The mode of fake tensors.
+        tracker: Tracks the memory of the rank, from the first prepared model on.
+        is_on_real_tensors: Whether tensors are currently real.
+        is_sharded: Whether models are sharded as in training, so that their tracked memory is the rank's.
+        buckets: The buckets that DeepSpeed would allocate.
+        on_rank: Elements of parameters that Megatron would keep on the rank.
+        fp8: The title of the library that would multiply matrices in 8 bits.
+    """
+
+    events: list[RecordedCollective] = field(default_factory=list[RecordedCollective])
+    files: list[File] = field(default_factory=list[File])
+    loaders: dict[int, LoaderRecord] = field(default_factory=dict[int, LoaderRecord])
+    models: list[nn.Module] = field(default_factory=list["nn.Module"])
+    full_models: WeakKeyDictionary[nn.Module, nn.Module] = field(default_factory=WeakKeyDictionary)
+    strategy: SelectedStrategy = field(default_factory=SelectedStrategy)
+    fakes: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    tracker: RankMemoryTracker | None = None
+    is_sharded: bool = False
+    buckets: Buckets = field(default_factory=Buckets)
+    on_rank: int = 0
+    fp8: str = ""
+    is_on_real_tensors: bool = False
+    _is_silent: bool = False
+    _stage: int | None = None
+    _buffered_on_host: int = 0
+
+    @contextlib.contextmanager
+    def on_fake_tensors(self) -> Generator[None]:
+        """Run the block on fake tensors."""
+        with contextlib.ExitStack() as stack:
+            self._stack = stack
+            stack.enter_context(self.fakes)
+            stack.enter_context(FakeValueMode(self.record))
+            yield
+
+    def track(self, models: Sequence[nn.Module], *, sharded: bool = False) -> None:
+        """Track the memory of prepared models."""
+        self.models += models
+        self.is_sharded |= sharded
+        if self.tracker is None:
+            self.tracker = self._stack.enter_context(RankMemoryTracker(self.fakes))
+        for model in models:
+            self.tracker.add(model)
+
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Attribute tensors that are created within the block to the optimizer."""
+        return contextlib.nullcontext() if self.tracker is None else self.tracker.stepping(optimizer)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Do not count tensors that are created and freed within the block."""
+        return (
+            contextlib.nullcontext()
+            if self.tracker is None
+            else replaced_attributes(self.tracker, {"is_paused": True})
+        )
+
+    def silence(self) -> AbstractContextManager[None]:
+        """Record no collectives within the block: they belong to one that is recorded already."""
+        return replaced_attributes(self, {"_is_silent": True})
+
+    def within_stage(self, stage: int) -> AbstractContextManager[None]:
+        """Attribute what is recorded within the block to the ranks of one stage of a pipeline."""
+        return replaced_attributes(self, {"_stage": stage})
+
+    def record(self, kind: str, peer: int | None = None, transferred: int = 0) -> None:
+        """Record a collective, or with a `peer` that many bytes sent to it or received from it."""
+        if not (self.is_on_real_tensors or self._is_silent):
+            self.events.append(
+                RecordedCollective(
+                    kind=kind,
+                    where=source_line(),
+                    stage=self._stage,
+                    peer=peer,
+                    transferred=transferred,
+                    nbytes=0 if self.tracker is None else self.tracker.device_bytes,
+                )
+            )
+
+    def record_file(self, name: str, nbytes: int, *, form: str = "", full_nbytes: int | None = None) -> None:
+        """Record a file."""
+        size = nbytes if full_nbytes is None else full_nbytes
+        self.files.append(File(name=name, nbytes=nbytes, where=source_line(), form=form, full_nbytes=size))
+
+    def record_loader(self, loader: Any, shard: int) -> None:
+        """Record a prepared loader."""
+        sampler = loader.get_sampler()
+        # The indices of torch's samplers do not depend on the rank.
+        is_custom = loader.is_sharded and not type(sampler).__module__.startswith("torch.")
+        indices = ""
+        if is_custom and isinstance(sampler, Sized) and len(sampler) <= _MOST_INDICES:
+            drawn = repr(sorted(copy.deepcopy(sampler)))  # pyright: ignore[reportArgumentType] - it iterates
+            indices = hashlib.sha256(drawn.encode()).hexdigest()
+        self.loaders[id(loader)] = LoaderRecord(where=source_line(), shard=shard, indices=indices)
+
+    def record_batch(self, loader: Any, batch: Any) -> None:
+        """Record a batch of a prepared loader, if its tensors have values of several kinds."""
+        known = self.loaders.get(id(loader))
+        leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.numel() > 1)
+        tensors = [leaf.contiguous().flatten() for leaf in leaves if not is_fake(leaf)]
+        if known is not None and any(bool((leaf != leaf[0]).any()) for leaf in tensors):
+            values = b"".join(leaf.view(torch.uint8).numpy().tobytes() for leaf in tensors)
+            batches = (*known.batches, hashlib.sha256(values).hexdigest())
+            self.loaders[id(loader)] = replace(known, batches=batches)
+
+    @contextlib.contextmanager
+    def on_real_tensors(self) -> Generator[None]:
+        """Run the block on real tensors."""
+        # Earlier tensors are fake.
+        with (
+            replaced_attributes(self, {"is_on_real_tensors": True}),
+            disable_current_modes(),
+            FakeValueMode(self.record),
+        ):
+            yield
+
+    def move(self, tensor: Tensor, *, to_host: bool) -> Tensor:
+        """Copy a tensor to the host, as `Tensor.cpu` does, or to the device."""
+        tracker = self.tracker
+        if tracker is None or tracker.has_on_host(tensor) == to_host:
+            return tensor
+        with tracker.moving(to_host=to_host):
+            return tensor.clone()
+
+    def record_host_buffer(self, nbytes: int) -> None:
+        """Record a temporary use of host memory for which no tensor exists in the check."""
+        self._buffered_on_host = max(self._buffered_on_host, nbytes)
+
+    @property
+    def host(self) -> int:
+        """Peak of the bytes that were moved to the host."""
+        return max(self._buffered_on_host, 0 if self.tracker is None else self.tracker.host)
+
+    def make_fake(self, data: Any) -> Any:
+        """Replace the tensors of nested data by fake ones on the CPU."""
+        return tree_map(
+            lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, data
+        )
+
+
+def source_line() -> str:
+    """Return file and line of the script that is running."""
+    return source_location(call_site(sys._getframe(1)))[0]
+
+
+def nbytes_of(data: Any) -> int:
+    """Sum the bytes of all tensors in nested data, each storage once."""
+    tensors = (leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor))
+    storages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_DEVICE = torch.ops.prim.device.default
+
+
+class RankMemoryTracker(LiveStorageTracker):
+    """Tracks the live storages of a rank in passes and optimizer steps.
+
+    Sharded parameters, gradients and states count with the rank's shard. As in
+    `torch.distributed._tools.mem_tracker`, which supports one device only, sizes follow
+    `UntypedStorage.resize_`, by which FSDP frees gathered parameters.
+    """
+
+    def __init__(self, fakes: FakeTensorMode | None) -> None:
+        super().__init__(fakes)
+        self._models: list[nn.Module] = []
+        self._peak_of_passes = self._by_part()
+        self._peak_of_steps = self._by_part()
+        self._is_stepping = False
+        self._state_bytes = 0
+
+    def __enter__(self) -> RankMemoryTracker:
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._tracked_resize()  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)  # pyright: ignore[reportArgumentType]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # Four of five calls are this one.
+        if func is _WAIT and not any(map(wraps_tensors, types)):
+            return args[0]  # On fake tensors, waiting would create another tensor.
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def add(self, model: nn.Module) -> None:
+        super().add(model)
+        self._models.append(model)
+
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Optimizer) -> Generator[None]:
+        """Attribute new tensors that stay to the optimizer's state within the block."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            for leaf in tree_leaves([*optimizer.state.values()]):
+                if isinstance(leaf, Tensor) and not self.has_on_host(plain_tensor(local_part(leaf))):
+                    self._mark(leaf, "optimizer")
+            for model in self._models:
+                for parameter in model.parameters():  # FSDP may have replaced it in its first forward pass.
+                    self._mark(parameter, "parameters")
+            self._state_bytes = self._bytes["optimizer"]
+            self._update_peaks()
+            self._is_stepping = False
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes at the rank's peak: parameters, gradients, optimizer, and the remaining ones as working.
+
+        The optimizer's state counts in every pass but the first; if no step was tracked, that of Adam.
+        """
+        state = self._state_bytes or ADAM * sum(
+            local_part(parameter).numel()
+            for model in self._models
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        )
+        in_passes = {**self._peak_of_passes, "optimizer": state}
+        return max(in_passes, self._peak_of_steps, key=lambda parts: sum(parts.values()))
+
+    def _by_part(self) -> dict[str, int]:
+        parts = {kind: self._bytes[kind] for kind in ("parameters", "gradients", "optimizer", "working")}
+        parts["working"] += self._bytes["casts"]
+        return parts
+
+    def _update_peaks(self) -> None:
+        parts = self._by_part()
+        if self._is_stepping:
+            if sum(parts.values()) >= sum(self._peak_of_steps.values()):
+                self._peak_of_steps = parts
+            return
+        super()._update_peaks()
+        if _without_state(parts) > _without_state(self._peak_of_passes):
+            self._peak_of_passes = parts
+
+    def _tracked_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
+        resize = self._resize
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            entry = self._alive.get(storage._cdata)
+            if entry is not None:
+                self._bytes[entry.kind] += storage.nbytes() - entry.nbytes
+                entry.nbytes = storage.nbytes()
+                self._update_peaks()
+            return result
+
+        return resize_
+
+
+def _without_state(parts: Mapping[str, int]) -> int:
+    return sum(parts.values()) - parts["optimizer"]
+
+
+_ATEN: Any = torch.ops.aten
+_COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
+_LOCAL = frozenset({"wait_tensor", "wait_tensors"})
+_TRANSFERS = {"send": "send", "recv": "receive"}
+
+
+_ERROR_TESTS = frozenset(
+    {_ATEN.isnan.default, _ATEN.isinf.default, _ATEN.isposinf.default, _ATEN.isneginf.default}
+)
+"""Operations that test for an error: their fake value is False."""
+
+_KEEP_FALSE = frozenset(
+    {
+        _ATEN.any.default, _ATEN.any.dim, _ATEN.any.dims, _ATEN.all.default, _ATEN.all.dim, _ATEN.sum.default,
+        _ATEN.logical_or.default, _ATEN.bitwise_or.Tensor, _ATEN.alias.default, _ATEN.detach.default,
+        _ATEN.view.default, _ATEN.clone.default, _ATEN._to_copy.default, _ATEN.select.int,
+    }
+)  # fmt: skip
+"""Operations whose result is False if all that it is computed from is."""
+
+
+class FakeValueMode(TorchDispatchMode):
+    """Mode that returns values for fake tensors, and calls `record` with the script's own collectives.
+
+    Of what a rank sends or receives, `record` also gets the other rank and the number of bytes.
+    """
+
+    def __init__(self, record: Callable[..., None]) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE and is_fake(args[0]):
+            return args[0].device
+        answer = ANSWERS.get(func)
+        if answer is not None and is_fake(args[0]):
+            return answer(*args, **(kwargs or {}))
+        if any(map(wraps_tensors, types)):
+            return NotImplemented  # It is dispatched again with the tensors inside.
+        if func.namespace in _COMMUNICATION:
+            name = func.__name__.partition(".")[0].strip("_")
+            if name in _TRANSFERS:
+                tensors, group, peer = args[:3]
+                ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+                self._record(_TRANSFERS[name], ranks[peer], nbytes_of(tensors))
+            elif name not in _LOCAL:
+                self._record(name.removesuffix("_base"))
+        if func is _ATEN.index.Tensor:
+            args = (args[0], _without_masks(args[1]))
+        result = func(*args, **(kwargs or {}))
+        if _defaults_to_false(func, args):
+            result.is_fake_no = True
+        return result
+
+
+def fake_value(tensor: Any) -> bool | int | float:
+    """Return the value of a fake tensor: one, or False where True would indicate an error.
+
+    Example:
+        >>> fake_value(torch.zeros(1)), fake_value(torch.zeros(1, dtype=torch.bool))
+        (1.0, True)
+    """
+    is_yes = not getattr(tensor, "is_fake_no", False)
+    if tensor.dtype == torch.bool:
+        return is_yes
+    return float(is_yes) if tensor.is_floating_point() else int(is_yes)
+
+
+def is_fake(tensor: Any) -> bool:
+    """Return whether a tensor is fake."""
+    return isinstance(tensor, FakeTensor)
+
+
+def _defaults_to_false(func: Any, args: tuple[Any, ...]) -> bool:
+    if func in _ERROR_TESTS:
+        return is_fake(args[0])
+    if func is _ATEN.ne.Tensor:  # A value that differs from itself is no number.
+        return args[0] is args[1]
+    if func not in _KEEP_FALSE:
+        return False
+    tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+    return all(getattr(tensor, "is_fake_no", False) for tensor in tensors)
+
+
+def _without_masks(indices: Any) -> list[Any]:
+    """Replace masks by the indices that they select."""
+    replaced: list[Any] = []
+    for index in indices:
+        if is_fake(index) and index.dtype in {torch.bool, torch.uint8}:
+            replaced += [index.new_empty(index.numel(), dtype=torch.int64)] * max(1, index.ndim)
+        else:
+            replaced.append(index)
+    return replaced
+
+
+def _unique(
+    tensor: Tensor, ordered: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    del ordered
+    positions = tensor.new_empty(tensor.shape if return_inverse else 0, dtype=torch.int64)
+    counts = tensor.new_empty(tensor.numel() if return_counts else 0, dtype=torch.int64)
+    return tensor.reshape(-1).clone(), positions, counts
+
+
+ANSWERS: Mapping[Any, Callable[..., Any]] = {
+    _ATEN._local_scalar_dense.default: fake_value,
+    _ATEN.is_nonzero.default: lambda tensor: bool(fake_value(tensor)),
+    _ATEN.equal.default: lambda *_: True,
+    _ATEN.nonzero.default: lambda x: x.new_empty((x.numel(), x.ndim), dtype=torch.int64),
+    _ATEN.masked_select.default: lambda x, mask: torch.broadcast_tensors(x, mask)[0].reshape(-1).clone(),
+    _ATEN._unique2.default: _unique,
+}
+"""The functions that answer for fake tensors, by operation."""

@@ -1,0 +1,563 @@
+"""Record what strategies do; fake engines; list the files of their checkpoints.
+
+Strategies that shard models with PyTorch's own API run as they are, on a fake process group. Under the others
+models stay unsharded, and their memory is estimated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from accel_inspect.check.record import SelectedStrategy
+from accel_inspect.estimate.megatron import stage_elements
+from accel_inspect.estimate.memory import ADAM, MASTER, MEGATRON, Buckets
+from accel_inspect.estimate.trace import storage_key
+from accel_ops.tree import local_part
+from accel_plugins.ddp import DistributedDataParallelKwargs
+from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler
+from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+from accel_plugins.deepspeed.strategy import accumulation_of, check_request, configuration_of
+from accel_plugins.fp8.recipe import plain_tensor
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
+from accel_plugins.kwargs import DataLoaderConfiguration, GradientAccumulationPlugin
+from accel_plugins.megatron.data import MegatronLMDummyScheduler, with_all_micro_batches
+from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_plugins.megatron.strategy import MegatronRun, MegatronWrapper, batch_sharding, groups_of
+from accel_plugins.parallelism.config import ParallelismConfig
+from accel_plugins.precision import EnginePrecision
+from accel_plugins.sharding.folder import ShardWriter
+from accel_plugins.sharding.state import INDEX_NAME, ShardedStates, StateForm, shard_file
+from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPolicy, Strategy, StrategySpec
+from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_materialised
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.frozen import frozen
+from accel_state.runtime import Runtime
+from accel_state.settings.model import Settings
+from accel_state.torch_private import DTensorSpec, TensorMeta, tree_leaves
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.contents import form_of_run
+from accel_train.checkpoint.context import CheckpointContext
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_inspect.check.recorder import CollectiveRecorder
+
+
+REAL = frozenset({"fsdp2", "pipeline", "tp"})
+"""Strategies whose own code runs in the check: FSDP2, pipelines, tensor and context parallelism."""
+
+
+def record_strategies(
+    recorder: CollectiveRecorder, load: Callable[[str], Callable[..., Strategy]]
+) -> Callable[[str | StrategySpec], Any]:
+    """Wrap `accel_plugins.registry.load`: the strategies that it builds record what they do.
+
+    Those that are not `REAL` are replaced by fakes.
+    """
+
+    def load_recorded(strategy: str | StrategySpec) -> Callable[..., Strategy]:
+        name = strategy if isinstance(strategy, str) else strategy.name
+
+        def build(
+            settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+        ) -> Strategy:
+            is_real = name in REAL
+            make = load(name) if is_real else partial(_fake_strategy, recorder, name)
+            with recorder.on_real_tensors():  # Meshes need real values.
+                built = make(settings, runtime, precision, handlers)
+            recorder.strategy = _describe(name, built, handlers, built.precision or precision)
+            wrapper = RecordedWrapper(recorder=recorder, inner=built.wrapper, shards=is_real)
+            stepper: Any = RecordedStepper(recorder=recorder, inner=built.stepper, communicates=is_real)
+            return replace(built, wrapper=wrapper, stepper=stepper)
+
+        return build
+
+    return load_recorded
+
+
+@frozen
+class RecordedWrapper:
+    """Model wrapper that records which models are prepared."""
+
+    recorder: CollectiveRecorder
+    inner: Any
+    shards: bool
+
+    def check(self, bundle: Bundle) -> None:
+        with self.recorder.silence():
+            self.inner.check(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        if bundle.models and not evaluation:
+            self.recorder.record("prepare")
+        with self.recorder.silence():
+            wrapped = self.inner.wrap(bundle, evaluation=evaluation)
+        if wrapped.models and not evaluation:
+            self.recorder.track(wrapped.models, sharded=self.shards)
+        return wrapped
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return self.inner.unwrap(model)
+
+
+@frozen
+class RecordedStepper:
+    """Stepper that records when gradients would be all-reduced.
+
+    Args:
+        communicates: Whether it communicates by itself, so that the recorder sees it anyway.
+    """
+
+    recorder: CollectiveRecorder
+    inner: Any
+    communicates: bool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        if sync and not self.communicates:
+            self.recorder.record("backward")
+        self.inner.backward(loss, accumulation=accumulation, sync=sync, **kwargs)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self.inner.no_sync(model) if self.communicates else contextlib.nullcontext()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        with self.recorder.stepping(optimizer):
+            if self.communicates:
+                with step_on_local_shards(optimizer):
+                    return self.inner.step(optimizer, closure)
+            optimizer.step()
+        return True
+
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("Adam", "AdamW", "Adamax", "Adagrad", "NAdam", "RAdam", "RMSprop", "SGD")
+)
+"""Optimizers that update every element by itself, so that a shard is updated as the full tensor is."""
+
+
+@contextlib.contextmanager
+def step_on_local_shards(optimizer: Optimizer) -> Generator[None]:
+    """Replace the parameters of an `ELEMENTWISE` optimizer by this rank's local shards within the block.
+
+    `DTensor` propagates the sharding of each result, which takes most of a step of many tensors. Afterwards
+    the state is as if the optimizer had updated the DTensors.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        yield
+        return
+    full = [group["params"] for group in optimizer.param_groups]
+    local = [[_local_parameter(parameter) for parameter in group] for group in full]
+    pairs = [pair for groups in zip(local, full, strict=True) for pair in zip(*groups, strict=True)]
+    state: Any = optimizer.state
+    _set_params(optimizer, local)
+    for shard, parameter in pairs:
+        if shard is not parameter and parameter in state:
+            state[shard] = {name: _local(value) for name, value in state.pop(parameter).items()}
+    try:
+        yield
+    finally:
+        _set_params(optimizer, full)
+        for shard, parameter in pairs:
+            if shard is not parameter and shard in state:
+                state[parameter] = {name: _like(value, parameter) for name, value in state.pop(shard).items()}
+
+
+def _set_params(optimizer: Optimizer, params: list[list[Any]]) -> None:
+    for group, parameters in zip(optimizer.param_groups, params, strict=True):
+        group["params"] = parameters
+
+
+def _local_parameter(parameter: Any) -> Any:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    shard: Any = _local(parameter).detach()
+    shard.grad = None if parameter.grad is None else _local(parameter.grad)
+    return shard
+
+
+def _local(value: Any) -> Any:
+    return plain_tensor(local_part(value)) if isinstance(value, Tensor) else value
+
+
+def _like(value: Any, full: Any) -> Any:
+    """Return the DTensor of a local tensor if its shape is that of a parameter's shard."""
+    if not isinstance(value, Tensor) or value.shape != local_part(full).shape:
+        return value
+    meta = TensorMeta(full.shape, full.stride(), value.dtype)
+    spec = DTensorSpec(full.device_mesh, full.placements, tensor_meta=meta)
+    return DTensor(value, spec, requires_grad=False)  # pyright: ignore[reportCallIssue] - as in `shard_like`
+
+
+def _describe(
+    name: str, strategy: Strategy, handlers: Mapping[type, Any], precision: PrecisionPolicy
+) -> SelectedStrategy:
+    axes: dict[str, int] = {}
+    if isinstance(strategy.wrapper, FakeMegatron):
+        axes = {**strategy.wrapper.real.groups.axes}
+    elif strategy.mesh is not None:
+        axes = dict(zip(strategy.mesh.mesh_dim_names or (), strategy.mesh.shape, strict=True))
+        if (config := handlers.get(ParallelismConfig)) is not None and config.ep_enabled:
+            axes["ep"] = config.ep_size
+    offloads = name == "fsdp2" and isinstance(_fsdp_plugin(handlers).cpu_offload, CPUOffloadPolicy)
+    counted_as = "" if name in REAL else _COUNTED.get(name, _as_ddp)(handlers)
+    return SelectedStrategy(
+        name=name, counted_as=counted_as, axes=axes, offloaded=offloads, precision=precision.name
+    )
+
+
+def _as_ddp(handlers: Mapping[type, Any]) -> str:
+    options = handlers.get(DistributedDataParallelKwargs)
+    return "DDP, gradients in buckets" if options and options.gradient_as_bucket_view else "DDP"
+
+
+def _as_fsdp(handlers: Mapping[type, Any]) -> str:
+    plugin = _fsdp_plugin(handlers)
+    offload = plugin.cpu_offload
+    if getattr(offload, "offload_params", offload):
+        return "FSDP2, offloaded"
+    return {"NO_SHARD": "DDP", "SHARD_GRAD_OP": "FSDP2, gathered once"}.get(
+        getattr(plugin.sharding_strategy, "name", ""), "FSDP2"
+    )
+
+
+def _as_zero(handlers: Mapping[type, Any]) -> str:
+    plugin = _deepspeed_plugin(handlers)
+    stage = int(plugin.get_value("zero_optimization.stage", 0))
+    optimizer, weights = (
+        plugin.get_value(f"zero_optimization.offload_{what}.device", None) not in {None, "none"}
+        for what in ("optimizer", "param")
+    )
+    suffix = _OFFLOADED[optimizer, weights if stage == 3 else optimizer]
+    return f"ZeRO-{stage}{suffix}" if stage else "DDP"
+
+
+_OFFLOADED = {
+    (False, False): "",
+    (True, True): ", offloaded",
+    (True, False): ", optimizer offloaded",
+    (False, True): ", weights offloaded",
+}
+"""The end of the name of the estimate, by whether the optimizer and the weights are offloaded."""
+
+_COUNTED: Mapping[str, Callable[[Mapping[type, Any]], str]] = {
+    "single": lambda _: "one device",
+    "ddp": _as_ddp,
+    "fsdp1": _as_fsdp,
+    "deepspeed": _as_zero,
+    "megatron": lambda handlers: MEGATRON[bool(_megatron_plugin(handlers).use_distributed_optimizer)],
+}
+"""The strategy whose estimate counts, by the name of the strategy; others are estimated as DDP."""
+
+
+def _fsdp_plugin(handlers: Mapping[type, Any]) -> FullyShardedDataParallelPlugin:
+    return handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin()
+
+
+def _deepspeed_plugin(handlers: Mapping[type, Any]) -> DeepSpeedPlugin:
+    handler = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
+    return next(iter(handler.values())) if isinstance(handler, dict) else handler
+
+
+def _megatron_plugin(handlers: Mapping[type, Any]) -> MegatronLMPlugin:
+    return handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
+
+
+def _fake_strategy(
+    recorder: CollectiveRecorder,
+    name: str,
+    settings: Settings,
+    runtime: Runtime,
+    precision: PrecisionPolicy,
+    handlers: Mapping[type, Any],
+) -> Strategy:
+    del settings
+    topology = runtime.topology
+    shards: Any = Sharded(saved=form_of(_fsdp_plugin(handlers))) if name == "fsdp1" else None
+    plain = Strategy(
+        name=name,
+        wrapper=UnchangedWrapper(),
+        stepper=TorchStepper(precision=precision),
+        persister=ReplicatedPersister(),
+        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
+        features=frozenset(Feature),
+        shards=shards,
+    )
+    if name == "megatron":
+        return _fake_megatron(recorder, plain, runtime, handlers)
+    if name != "deepspeed":
+        return plain
+    plugin = _deepspeed_plugin(handlers)
+    plugin.set_mixed_precision(precision.name)
+    engine_precision: Any = EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type)
+    stage = int(plugin.get_value("zero_optimization.stage", 0))
+    shards = Sharded(
+        saved=StateForm.NATIVE, stage=stage, width=MASTER if engine_precision.name == "no" else 2
+    )
+    loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
+    return replace(
+        plain,
+        wrapper=FakeDeepSpeed(
+            plugin=plugin,
+            configuration=partial(
+                configuration_of,
+                plugin,
+                world_size=topology.world_size,
+                accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
+                split_batches=loading.split_batches,
+            ),
+            on_buckets=partial(setattr, recorder, "buckets"),
+        ),
+        stepper=TorchStepper(precision=engine_precision),
+        precision=engine_precision,
+        shards=shards,
+    )
+
+
+@frozen
+class Sharded:
+    """The sharding of checkpoints by a strategy whose own code does not run in the check.
+
+    Args:
+        saved: Form of the checkpoint.
+        stage: ZeRO stage, 0 to 3; None for FSDP.
+        width: Bytes of an element of DeepSpeed's weights.
+    """
+
+    saved: StateForm
+    stage: int | None = None
+    width: int = MASTER
+
+    def form(self) -> StateForm:
+        """Return the form that `save_state` would write."""
+        return self.saved
+
+
+class UnchangedWrapper:
+    """Model wrapper that leaves models as they are."""
+
+    def check(self, bundle: Bundle) -> None:
+        del bundle
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        del evaluation
+        return bundle
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The element types of engines by the name of their precision."""
+
+
+@frozen
+class FakeDeepSpeed:
+    """Fake of DeepSpeed's engine: it fills and checks the configuration, and casts the model."""
+
+    plugin: DeepSpeedPlugin
+    configuration: Callable[[nn.Module, Bundle], dict[str, Any]]
+    on_buckets: Callable[[Buckets], None]
+
+    def check(self, bundle: Bundle) -> None:
+        check_materialised(bundle)
+        check_request(self.plugin.hf_ds_config, bundle, trains=False)
+        if bundle.models:
+            self.configuration(bundle.models[0], bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        if not bundle.models or evaluation:
+            return bundle
+        self.on_buckets(buckets_of(self.configuration(bundle.models[0], bundle)))
+        dtype = DTYPES.get(self.plugin.mixed_precision)
+        models = [model if dtype is None else model.to(dtype) for model in bundle.models]
+        optimizers: list[Any] = [
+            torch.optim.AdamW(optimizer.params) if isinstance(optimizer, DummyOptim) else optimizer
+            for optimizer in bundle.optimizers
+        ]
+        return _with_real_schedulers(replace(bundle, models=models, optimizers=optimizers), DummyScheduler)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+_BUCKET_KEYS = {
+    "reduce": "reduce_bucket_size",
+    "prefetch": "stage3_prefetch_bucket_size",
+    "live": "stage3_max_live_parameters",
+}
+
+
+def buckets_of(configuration: dict[str, Any]) -> Buckets:
+    """Return the buckets that a configuration allocates, with DeepSpeed's defaults.
+
+    Example:
+        >>> buckets_of({"zero_optimization": {"reduce_bucket_size": 1e6}}).reduce
+        1000000
+    """
+    zero = configuration.get("zero_optimization", {})
+    return Buckets(**{name: int(zero[key]) for name, key in _BUCKET_KEYS.items() if key in zero})
+
+
+def _fake_megatron(
+    recorder: CollectiveRecorder, plain: Strategy, runtime: Runtime, handlers: Mapping[type, Any]
+) -> Strategy:
+    plugin, topology = _megatron_plugin(handlers), runtime.topology
+    plugin.set_mixed_precision(AcceleratorState().mixed_precision)
+    groups = groups_of(plugin, topology.world_size, topology.rank)
+    real = MegatronWrapper(runtime=runtime, plugin=plugin, precision="no", run=MegatronRun(), groups=groups)
+    wrapper = FakeMegatron(real=real, on_elements=partial(setattr, recorder, "on_rank"))
+    return replace(plain, wrapper=wrapper, sharding=batch_sharding(plugin, groups))
+
+
+@frozen
+class FakeMegatron:
+    """Fake of Megatron's engine with its checks: models stay unsharded."""
+
+    real: MegatronWrapper
+    on_elements: Callable[[int], None]
+
+    def check(self, bundle: Bundle) -> None:
+        self.real.check(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        del evaluation
+        plugin, groups = self.real.plugin, self.real.groups
+        if plugin.custom_model_provider_function is None:
+            for model in bundle.models:
+                last = plugin.decoder_last_pipeline_num_layers
+                stages = stage_elements(model, groups.tensor, groups.pipeline, last=last)
+                self.on_elements(stages[groups.pipeline_rank])
+        loaders = [with_all_micro_batches(loader, plugin) for loader in bundle.dataloaders]
+        return _with_real_schedulers(replace(bundle, dataloaders=loaders), MegatronLMDummyScheduler)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+def _with_real_schedulers(bundle: Bundle, placeholder: type[Any]) -> Bundle:
+    schedulers: list[Any] = [
+        LambdaLR(bundle.optimizers[0], lambda _: 1.0) if isinstance(scheduler, placeholder) else scheduler
+        for scheduler in bundle.schedulers
+    ]
+    return replace(bundle, schedulers=schedulers)
+
+
+FORMS: Mapping[StateForm, str] = {
+    StateForm.FULL: "whole",
+    StateForm.SHARDED: "sharded",
+    StateForm.NATIVE: "by rank",
+}
+"""The names of the forms: one rank writes everything; all ranks write shards that any number of ranks can
+read; all ranks write shards in the strategy's own way."""
+
+
+def files_of(
+    run: CheckpointContext, full_models: Mapping[nn.Module, nn.Module], *, safe: bool
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the files that a rank would write, with their bytes and those of all ranks' shards.
+
+    Small files count as 0 bytes. Of models that are cut into stages, `full_models` are the full ones.
+    """
+    prepared, shards = run.prepared, run.strategy.shards
+    sharded = shards if isinstance(shards, Sharded) else None
+    if sharded is not None and sharded.stage is not None:
+        yield from _engine_files(run, sharded.stage, sharded.width)
+    else:
+        yield from _state_files(run, full_models, safe, sharded is not None)
+    if run.commits:
+        yield from ((layout.scheduler_name(index), 0, 0) for index, _ in enumerate(prepared.schedulers))
+        yield from ((layout.custom_name(index), 0, 0) for index, _ in enumerate(run.custom))
+    if prepared.dataloaders:
+        yield layout.position_name(run.rank), 0, 0
+    yield layout.rng_name(run.rank), 0, 0
+
+
+def _state_files(
+    run: CheckpointContext, full_models: Mapping[nn.Module, nn.Module], safe: bool, estimated: bool
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the files of models and optimizers in the form of the run."""
+    rank, ranks, form = run.rank, run.runtime.topology.world_size, form_of_run(run)
+    if form is StateForm.FULL and not run.commits:
+        return
+    for names, nbytes, shards in _states(run, full_models, safe):
+        if form is StateForm.FULL:
+            yield names[form], nbytes, nbytes
+        else:
+            planned = 0 if estimated else ShardWriter({"state": shards()}, rank, run.strategy.planners).nbytes
+            shard_nbytes = nbytes // ranks if estimated else planned
+            yield f"{names[form]}/{shard_file(rank)}", shard_nbytes, nbytes
+            if run.commits:
+                yield f"{names[form]}/{INDEX_NAME}", 0, 0
+
+
+def _states(
+    run: CheckpointContext, full_models: Mapping[nn.Module, nn.Module], safe: bool
+) -> Iterator[tuple[Mapping[StateForm, str], int, Callable[[], Any]]]:
+    """Yield the name by form, the bytes, and this rank's shards of each model and optimizer."""
+    models, shards = run.prepared.models, cast("ShardedStates", run.strategy.shards)
+    for index, model in enumerate(models):
+        names = {
+            StateForm.FULL: layout.weights_name(index, safe=safe),
+            StateForm.SHARDED: layout.sharded_model_name(index),
+        }
+        full = full_models.get(model, model)
+        yield names, full_nbytes(full.state_dict()), lambda model=model: shards.model_tensors(model)
+    for index, optimizer in enumerate(run.prepared.optimizers):
+        names = {
+            StateForm.FULL: layout.optimizer_name(index),
+            StateForm.SHARDED: layout.sharded_optimizer_name(index),
+        }
+        inner = optimizer.optimizer
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        # Before the first step there is no state yet: count that of Adam.
+        nbytes = full_nbytes([*optimizer.state.values()]) or ADAM * sum(p.numel() for p in parameters)
+        if full_models:  # the states of other stages are like those of this one
+            nbytes = nbytes * _trained(full_models.values()) // max(1, _trained(full_models))
+        yield names, nbytes, lambda inner=inner: shards.optimizer_tensors(inner, models)
+
+
+def _trained(models: Iterable[nn.Module]) -> int:
+    return sum(p.numel() for model in models for p in model.parameters() if p.requires_grad)
+
+
+def _engine_files(run: CheckpointContext, stage: int, width: int) -> Iterator[tuple[str, int, int]]:
+    """Yield the files of DeepSpeed's engines (`accel_plugins.deepspeed.folder`)."""
+    rank, ranks = run.rank, run.runtime.topology.world_size
+    for index, model in enumerate(run.prepared.models):
+        elements, trained = sum(parameter.numel() for parameter in model.parameters()), _trained([model])
+        folder = layout.engine_name(index)
+        weights, states = width * elements, (MASTER + ADAM) * trained
+        if stage == 3:
+            yield f"{folder}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", weights // ranks, weights
+        elif rank == 0:
+            size = weights + (0 if stage else ADAM * trained)
+            yield f"{folder}/mp_rank_00_model_states.pt", size, size
+        if stage:
+            prefix = "bf16_" if width == 2 else ""
+            name = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            yield f"{folder}/{name}", states // ranks, states
+
+
+def full_nbytes(data: Any) -> int:
+    """Return the bytes of all tensors in nested data, each once; a sharded one counts in full."""
+    sizes: dict[int, int] = {}
+    for leaf in tree_leaves(data):
+        if isinstance(leaf, Tensor):
+            sizes[storage_key(local_part(leaf))] = leaf.numel() * leaf.element_size()
+    return sum(sizes.values())

@@ -1,0 +1,339 @@
+"""Run the user's script in the processes of `accel doctor`, with a recorder at the objects of `prepare`."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from accel_inspect.check.outputs import keep_outputs
+from accel_inspect.check.patches import replace_names
+from accel_inspect.check.rank_worker import (
+    fork_ranks,
+    import_often_needed,
+    run_file,
+    run_script,
+    write_record,
+)
+from accel_inspect.doctor.record import ONE, PLAIN, RESCALED, DoctorTask
+from accel_inspect.doctor.recorder import TrainingRecorder
+from accel_plugins.strategy import BatchSharding, Bundle
+from accel_train import Accelerator
+from accel_train.data.adapter import PreparedLoader
+from accel_train.data.shards import BatchSamplerShard, IterableDatasetShard
+from accel_train.step import LocalSGD
+
+_SEED = 0
+"""The seed of every process: a script that sets none is comparable, too."""
+
+_GRACE_SECONDS = 20
+"""How long the other ranks may wait for one that has failed."""
+
+
+def main(task: DoctorTask) -> None:
+    """Run the script in one process, and write its record."""
+    recorder = TrainingRecorder(task=task)
+    install(recorder)
+    keep_outputs(task)
+    seed()
+    stopped = run_script(task)
+    write_record(task, recorder.finish(stopped))
+
+
+def seed() -> None:
+    """Seed all generators."""
+    random.seed(_SEED)
+    torch.manual_seed(_SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(_SEED)
+
+
+def install(recorder: TrainingRecorder) -> None:
+    """Put the recorder into the functions that a script calls."""
+    _record_prepare(recorder)
+    _record_loaders(recorder)
+    _record_steps(recorder)
+    _keep_runs_apart(recorder)
+    _switch_dropout_off()
+    _record_batch_norms(recorder)
+    torch.compiler.set_stance("force_eager")  # compiled code would call the recorder's hooks
+
+
+def _record_prepare(recorder: TrainingRecorder) -> None:
+    """Record strategies and prepared models; a process that stands for all ranks has one with their data."""
+    building: Any = import_module("accel_train.accelerator.build")
+    preparing: Any = import_module("accel_train.accelerator.prepare")
+    load, run_stages = building.load, preparing.run_stages
+
+    def load_recorded(spec: Any) -> Callable[..., Any]:
+        def build(*args: Any) -> Any:
+            strategy = load(spec)(*args)
+            recorder.record_strategy(strategy)
+            if recorder.joins:
+                sharding = BatchSharding(num_shards=recorder.record.shards, shard_index=0)
+                strategy = replace(strategy, sharding=sharding)
+            return strategy
+
+        return build
+
+    def run_recorded(bundle: Any, request: Any) -> Any:
+        _cut(bundle, recorder.task.blocks)
+        with recorder.paused():
+            bundle = run_stages(bundle, request)
+        recorder.record_prepared(request.accelerator, bundle.models)
+        return bundle
+
+    replace_names("accel_train.accelerator.build", load=load_recorded)
+    replace_names("accel_train.accelerator.prepare", run_stages=run_recorded)
+    if recorder.task.run in {ONE, PLAIN, RESCALED}:
+        replace_names(
+            "accel_train.accelerator.build", choose=lambda *_: "single", select_strategy=lambda *_: None
+        )
+        replace_names("accel_train.accelerator", find_plugins=lambda *_: {})
+
+
+def _cut(bundle: Bundle, blocks: int) -> None:
+    """Keep the first layers of each list of layers, and only their parameters in the optimizers."""
+    if not blocks:
+        return
+    removed: set[nn.Parameter] = set()
+    for model in bundle.models:
+        for module in [*model.modules()]:
+            if isinstance(module, nn.ModuleList) and len(module) > blocks:
+                removed.update(module[blocks:].parameters())
+                del module[blocks:]
+        removed -= {*model.parameters()}
+    for optimizer in bundle.optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter not in removed]
+
+
+def _record_loaders(recorder: TrainingRecorder) -> None:
+    """Record what loaders yield, and end their passes early."""
+    real_pass, real_iter = PreparedLoader._pass, DataLoader.__iter__
+    iterate = BatchSamplerShard.iterate_from
+
+    def pass_recorded(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return recorder.watch(self, lambda: real_pass(self, *args, **kwargs))
+
+    def iter_recorded(self: Any) -> Iterator[Any]:
+        if recorder.is_reading or isinstance(self, PreparedLoader):
+            return real_iter(self)
+        return recorder.watch(self, lambda: real_iter(self))
+
+    def iterate_recorded(self: Any, position: int, order: Any = None) -> Iterator[list[int]]:
+        return recorder.plan_epoch(iterate, self, position, order)
+
+    replace_names("accel_train.data.adapter.PreparedLoader", _pass=pass_recorded)
+    replace_names("torch.utils.data.DataLoader", __iter__=iter_recorded)
+    replace_names("accel_train.data.shards.BatchSamplerShard", iterate_from=iterate_recorded)
+    if recorder.joins:
+        _read_all_shards()
+
+
+def _read_all_shards() -> None:
+    """Let a process that stands for all ranks read streams in batches of all ranks, without a dispatcher."""
+    preparing: Any = import_module("accel_train.data.prepare")
+    prepare, plan_of = preparing.prepare_data_loader, IterableDatasetShard.plan
+
+    def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
+        return prepare(*args, **{**kwargs, "dispatch_batches": False})
+
+    def plan_of_all(self: Any) -> Any:
+        plan = plan_of.__get__(self)
+        return replace(
+            plan, num_processes=1, process_index=0, batch_size=plan.stride, split=False, static_shapes=True
+        )
+
+    replace_names("accel_train.accelerator.prepare", prepare_data_loader=prepare_data_loader)
+    replace_names("accel_train.data.shards.IterableDatasetShard", plan=property(plan_of_all))
+
+
+def _record_steps(recorder: TrainingRecorder) -> None:
+    """Record backward passes, steps of all optimizers, clipping, and what is gathered."""
+    backward, clip, item = Accelerator.backward, torch.nn.utils.clip_grad_norm_, Tensor.item
+
+    @functools.wraps(backward)
+    def backward_recorded(self: Any, loss: Any, **kwargs: Any) -> None:
+        recorder.record_backward(loss, kwargs.get("num_items"))
+        backward(self, loss, **kwargs)
+        recorder.end_backward()
+
+    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            recorder.record_gathered(name, result)
+            return result
+
+        return call
+
+    replace_names(
+        "accel_train.Accelerator",
+        backward=backward_recorded,
+        gather=recorded("gather", Accelerator.gather),
+        gather_for_metrics=recorded("gather_for_metrics", Accelerator.gather_for_metrics),
+    )
+    register_optimizer_step_pre_hook(recorder.before_step)
+    register_optimizer_step_post_hook(recorder.after_step)
+
+    @functools.wraps(clip)
+    def clip_recorded(*args: Any, **kwargs: Any) -> Any:
+        recorder.record_clipping()
+        return clip(*args, **kwargs)
+
+    replace_names("torch.nn.utils", clip_grad_norm_=clip_recorded)
+
+    def item_recorded(self: Tensor) -> Any:
+        recorder.record_wait(sys._getframe(1).f_code)
+        return item(self)
+
+    replace_names("torch.Tensor", item=item_recorded)
+    enter = LocalSGD.__enter__
+
+    def enter_recorded(self: LocalSGD) -> LocalSGD:
+        recorder.record.differs_by = "LocalSGD averages models instead of gradients"
+        return enter(self)
+
+    replace_names("accel_train.step.LocalSGD", __enter__=enter_recorded)
+
+
+def _keep_runs_apart(recorder: TrainingRecorder) -> None:
+    """Write no checkpoints of the script, from which the next run would resume.
+
+    In a resumed run the checkpoint of the first run takes the place of the script's own.
+    """
+    load_state = Accelerator.load_state
+
+    def save_state(self: Any, output_dir: Any = None, **options: Any) -> str:
+        del options
+        recorder.record_save()
+        self.wait_for_everyone()
+        return str(output_dir or self.project_dir)
+
+    @functools.wraps(load_state)
+    def load_recorded(self: Any, *args: Any, **kwargs: Any) -> None:
+        if recorder.resumes:
+            recorder.resume_by_script()
+        elif not recorder.has_saved:  # what the script saved in this run is not there
+            with recorder.paused():
+                load_state(self, *args, **kwargs)
+
+    replace_names(
+        "accel_train.Accelerator",
+        save_state=save_state,
+        load_state=load_recorded,
+        has_checkpoint=property(lambda _: recorder.resumes),
+    )
+    _save_by_open()
+
+
+def _save_by_open() -> None:
+    """Let torch and safetensors open files by `open`, which is redirected, and not by themselves."""
+    save, load = torch.save, torch.load
+    tensors: Any = import_module("safetensors.torch")
+    safetensors: Any = import_module("safetensors")
+    real_open, serialize = safetensors.safe_open, safetensors.serialize
+
+    def is_path(file: Any) -> bool:
+        return isinstance(file, (str, Path))
+
+    @functools.wraps(save)
+    def save_by_open(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        with open(f, "wb") if is_path(f) else nullcontext(f) as file:  # noqa: PTH123 - the redirected one
+            save(obj, file, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_by_open(f: Any, *args: Any, **kwargs: Any) -> Any:
+        with open(f, "rb") if is_path(f) else nullcontext(f) as file:  # noqa: PTH123
+            return load(file.name if is_path(f) else f, *args, **kwargs)
+
+    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        with open(filename, "rb") as file:  # noqa: PTH123
+            return real_open(file.name, *args, **kwargs)
+
+    def serialize_file(tensor_dict: Any, filename: Any, metadata: Any = None) -> None:
+        Path(filename).write_bytes(serialize(tensor_dict, metadata))
+
+    torch.save, torch.load = save_by_open, load_by_open
+    tensors.serialize_file = serialize_file
+    for name in ("safetensors", "safetensors.torch", "transformers.modeling_utils"):
+        if name in sys.modules:
+            replace_names(name, safe_open=safe_open)
+
+
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+def _switch_dropout_off() -> None:
+    """Switch dropout off: the masks of a rank are not those of its part of a global batch."""
+    for name in _DROPOUTS:
+        replace_names("torch.nn.functional", **{name: lambda input, *_, **__: input})  # noqa: A006 - torch's name
+    attention = functional.scaled_dot_product_attention
+
+    @functools.wraps(attention)
+    def without_dropout(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > 1:
+            args = (args[0], 0.0, *args[2:])
+        if "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        return attention(query, key, value, *args, **kwargs)
+
+    replace_names("torch.nn.functional", scaled_dot_product_attention=without_dropout)
+
+
+def _record_batch_norms(recorder: TrainingRecorder) -> None:
+    """Record BatchNorms; a process that stands for all ranks normalises the rows of each rank by themselves.
+
+    A `SyncBatchNorm` has a forward of its own.
+    """
+    forward = nn.BatchNorm1d.forward  # of all three classes
+
+    @functools.wraps(forward)
+    def forward_recorded(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        if not self.training:
+            return forward(self, input)
+        if not recorder.joins or len(input) % recorder.record.shards:
+            recorder.record_norm(self, input)
+            return forward(self, input)
+        first, *following = input.chunk(recorder.record.shards)
+        normalised = [forward(self, first)]
+        before = self.running_mean, self.running_var, self.num_batches_tracked
+        first_averages = [None if average is None else average.clone() for average in before]
+        normalised += [forward(self, part) for part in following]
+        for running, value in zip(before, first_averages, strict=True):  # ranks keep the averages of rank 0
+            if running is not None:
+                running.data.copy_(value)  # as BatchNorm's own change, it is none for autograd
+        return torch.cat(normalised)
+
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        kind.forward = forward_recorded
+
+
+def run_tasks(tasks: Sequence[DoctorTask], *, timeout: int, at_once: int) -> None:
+    """Run all tasks, one run after the other; the ranks of one run at the same time."""
+    del at_once
+    if len(tasks) == 1:
+        main(tasks[0])
+        return
+    import_often_needed(Path(tasks[0].script))
+    for _, run in groupby(tasks, key=lambda task: task.run):
+        of_run = [*run]
+        fork_ranks(of_run, main, timeout=timeout, at_once=len(of_run), grace=_GRACE_SECONDS)
+
+
+if __name__ == "__main__":
+    run_file(Path(sys.argv[1]), run_tasks)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_cli.launch.hosts import HostDevices
+from accel_cli.main import main
+from accel_inspect.check.command import find_problems, fp8_refusals, worker_environ_of_check
+from accel_inspect.check.rank_worker import run_script
+from accel_inspect.check.record import RankRecord, RankTask, SelectedStrategy
+from accel_inspect.estimate.memory import ModelSizes
+from accel_state.settings import Layer, SourcedValue, merge_layers
+
+SIZES = ModelSizes(parameters=10**6, trainable=10**6, blocks=(10**5,) * 10, largest=10**5)
+
+
+def test_a_rank_that_needs_too_much_is_named():
+    merged = merge_layers()
+    records = [RankRecord(rank=0, strategy=SelectedStrategy(name="ddp"), sizes=SIZES)]
+    findings = find_problems(records, merged, 8, 10**7)
+    assert findings.estimates[0].strategy == "DDP"
+    assert findings.estimates[0].device == 24 * 10**6
+    assert "rank 0 needs" in findings.problems[0]
+    assert find_problems(records, merged, 8, 10**9).problems == ()
+
+
+def test_another_number_of_processes_in_the_config_is_reported():
+    merged = merge_layers(
+        {
+            "launch.num_processes": SourcedValue(
+                value=4, layer=Layer.FILE, origin="key num_processes of c.yaml"
+            )
+        }
+    )
+    assert find_problems([RankRecord(rank=0)], merged, 8, None).problems == (
+        "key num_processes of c.yaml is 4, but --world is 8.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "use_cpu", "machine", "parts"),
+    [
+        (
+            "TE",
+            True,
+            {},
+            ["key mixed_precision of c.yaml", "TransformerEngine trains on", "not 'cpu'", "'AO'"],
+        ),
+        ("AO", True, {"fp8_backends": ()}, ["needs torchao", "pip install"]),
+        (None, False, {"gpus": 1, "capability": lambda: (8, 0)}, ["8.9 or newer", "has 8.0", "'bf16'"]),
+        ("TE", False, {"gpus": 1, "fp8_backends": ("AO",)}, ["needs TransformerEngine", "pip install"]),
+        ("TE", False, {"fp8_backends": ()}, []),  # the job runs elsewhere
+        ("TE", False, {"gpus": 1, "capability": lambda: (9, 0)}, []),
+        ("AO", True, {}, []),
+    ],
+)
+def test_fp8_that_the_devices_of_the_job_cannot_compute_is_a_problem(backend, use_cpu, machine, parts):
+    values = {"precision.mixed_precision": "fp8", "fp8.backend": backend, "process.use_cpu": use_cpu}
+    merged = merge_layers(
+        {
+            path: SourcedValue(
+                value=value, layer=Layer.FILE, origin=f"key {path.rpartition('.')[2]} of c.yaml"
+            )
+            for path, value in values.items()
+        }
+    )
+    problems = fp8_refusals(merged, HostDevices(**{"gpus": 0, "cores": 8, **machine}))
+    assert len(problems) == bool(parts)
+    assert all(part in problem for problem in problems for part in parts), problems
+
+
+def test_a_rank_is_on_the_cpu_and_has_its_variables():
+    task = RankTask(script="a.py", arguments=(), rank=9, world=16, local_world=8, batches=2, output="o")
+    merged = merge_layers(
+        {"precision.mixed_precision": SourcedValue(value="bf16", layer=Layer.FILE, origin="")}
+    )
+    environ = {**worker_environ_of_check(merged, {"HOME": "/root"}), **task.environment}
+    expected = {
+        "HOME": "/root", "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8",
+        "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16",
+    }  # fmt: skip
+    assert expected.items() <= environ.items()
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--world", "0", __file__], "--world"),
+        (["--world", "2", "/nowhere.py"], "'/nowhere.py'"),
+        (["--world", "2", "--ranks", "2", __file__], "'2'"),
+        (["--world", "2", "--memory", "much", __file__], "--memory"),
+    ],
+)
+def test_a_command_line_that_cannot_be_used_is_reported(words, part, capsys):
+    assert main(["check", *words]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_the_path_of_a_checked_script_is_absolute_as_in_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("a.py").write_text("from pathlib import Path\nassert Path(__file__).is_absolute()\n")
+    task = RankTask(script="a.py", arguments=(), rank=0, world=1, local_world=1, batches=2, output="o")
+    assert not run_script(task)
