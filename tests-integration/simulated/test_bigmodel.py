@@ -104,8 +104,37 @@ def test_a_weight_is_not_copied_whose_tied_one_is_on_the_device() -> None:
     torch.testing.assert_close(model(tokens).cpu(), expected)
     before = npu.memory_allocated(0)
     npu.reset_peak_memory_stats(0)
-    model(tokens)
+    with npu.counting() as counted:
+        model(tokens)
+    assert counted.copies["host_to_device"] == 2  # the tokens, and the block in the middle
     assert npu.max_memory_allocated(0) - before < 4096 * 16 * 4
+
+
+class Twice(nn.Module):
+    """One parameter under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+        self.same = self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + x @ self.same
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@distributed(world_size=1, device="npu")
+def test_a_parameter_that_is_twice_in_a_module_is_copied_once(offload: str, tmp_path: Path) -> None:
+    npu: Any = torch.npu  # pyright: ignore[reportAttributeAccessIssue] - the simulated device
+    model, x = Twice(), torch.randn(2, 64)
+    expected = model(x)
+    model = cpu_offload(model, "npu:0") if offload == "cpu" else disk_offload(model, tmp_path, "npu:0")
+    before = npu.memory_allocated(0)
+    npu.reset_peak_memory_stats(0)
+    with torch.no_grad(), npu.counting() as counted:
+        torch.testing.assert_close(model(x).cpu(), expected)
+    assert counted.copies["host_to_device"] == 2  # the input, and the weight
+    assert npu.max_memory_allocated(0) - before < 2 * 64 * 64 * 4
 
 
 @distributed(world_size=1, device="npu")

@@ -49,7 +49,7 @@ def test_a044_one_device_needs_no_hooks(toy, tokens):
     assert hooks_of(mixed)
 
 
-def test_only_offloaded_blocks_have_hooks_when_all_runs_on_one_device(toy, tmp_path):
+def test_submodules_of_resident_entries_have_no_hooks_when_all_runs_on_one_device(toy, tmp_path):
     plan = {
         "embed": "cpu",
         "gain": "cpu",
@@ -59,8 +59,9 @@ def test_only_offloaded_blocks_have_hooks_when_all_runs_on_one_device(toy, tmp_p
         "head": "cpu",
     }
     dispatch_model(toy, plan, offload_dir=tmp_path)
-    assert [name for name in hooks_of(toy) if name] == [
-        name for name, _ in toy.named_modules() if name.startswith("blocks.1")
+    entries = {"", "embed", "blocks.0", "blocks.2", "head"}
+    assert hooks_of(toy) == [
+        name for name, _ in toy.named_modules() if name in entries or name.startswith("blocks.1")
     ]
 
 
@@ -545,3 +546,27 @@ def test_an_offloaded_model_is_pickled(tmp_path, offload, has_run):
     remove_hook_from_submodules(restored)
     torch.testing.assert_close(restored(x), two_layers()(x))
     torch.testing.assert_close(model(x), two_layers()(x))
+
+
+class Noting(nn.Linear):
+    """Notes the parameter that its forward uses."""
+
+    def forward(self, input):  # noqa: A002 - the name of torch
+        vars(self)["noted"] = self.weight
+        return super().forward(input)
+
+
+def test_a_view_of_a_file_is_one_parameter_in_every_forward_and_in_no_copy(tmp_path):
+    plain, x = nn.Sequential(Noting(64, 64)), torch.randn(2, 64)
+    save_state_dict(plain.state_dict(), tmp_path)
+    model = load_checkpoint_and_dispatch(copy.deepcopy(plain).to("meta"), tmp_path, device_map={"": "disk"})
+    seen = []
+    for _ in range(2):
+        torch.testing.assert_close(model(x), plain(x))
+        seen.append(vars(model[0]).pop("noted"))
+    assert seen[0] is seen[1]
+    assert len(pickle.dumps(model)) < plain[0].weight.nbytes
+    model.requires_grad_(False)
+    assert not model(x).requires_grad
+    remove_hook_from_submodules(model.requires_grad_(True))
+    model(x).sum().backward()

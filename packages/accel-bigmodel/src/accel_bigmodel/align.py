@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Generator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,25 +32,17 @@ if TYPE_CHECKING:
     TiedMap = MutableMapping[int, MutableMapping[torch.device, Tensor]]
 
 
-class OffloadedTensor(Protocol):
-    """One offloaded tensor of a hooked module."""
-
-    name: str
-
-    def enter(self, value: Tensor, *, keep: bool = False) -> None:
-        """Set the module's tensor to a value on the execution device; with `keep`, for good."""
-        ...
-
-    def leave(self) -> None:
-        """Set the module's tensor to a meta tensor; keep no reference to device memory."""
-        ...
-
-
-class PlainSlot:
-    """The slot of a plain parameter or buffer.
+class OffloadedTensor:
+    """One offloaded parameter or buffer of a hooked module.
 
     A tensor that the program assigns to the module, or `None`, replaces the offloaded one for good.
+
+    Attributes:
+        name: Its name in the hooked module.
+        is_view: Whether its value is a view of memory that stays: the parameter is then made once.
     """
+
+    is_view = False
 
     def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         owner, self._leaf = owner_of(module, name)
@@ -64,10 +56,10 @@ class PlainSlot:
         if type(self._meta) is nn.Parameter:  # in place: a meta parameter may be tied, or in an optimizer
             self._meta.__class__ = OffloadedParameter
             vars(self._meta)["offloaded_name"] = f"{name!r} of {type(module).__name__}"
-        self._live = tensor
+        self._live = self._value = tensor
 
     def enter(self, value: Tensor, *, keep: bool = False) -> None:
-        """Set the tensor to a value."""
+        """Set the module's tensor to a value on the execution device; with `keep`, for good."""
         current = self._table.get(self._leaf)
         is_own = current is self._meta or current is self._live
         if not is_own and (current is None or not current.is_meta):
@@ -75,20 +67,27 @@ class PlainSlot:
                 moved = current.detach().to(value.device)
                 self._table[self._leaf] = as_parameter(moved, current) if self._is_parameter else moved
             return
-        self._live = value
-        if self._is_parameter:
-            with torch.inference_mode(mode=value.is_inference()):
-                self._live = as_parameter(value, self._meta)
-            if self._live.requires_grad and not keep:
-                name = vars(self._meta).get("offloaded_name", self.name)
-                self._live.register_hook(functools.partial(_refuse_gradient, name))
+        if keep or value is not self._value or self._live.requires_grad != self._meta.requires_grad:
+            self._live = self._value = value
+            if self._is_parameter:
+                with torch.inference_mode(mode=value.is_inference()):
+                    self._live = as_parameter(value, self._meta)
+                if self._live.requires_grad and not keep:
+                    name = vars(self._meta).get("offloaded_name", self.name)
+                    self._live.register_hook(functools.partial(_refuse_gradient, name))
         self._table[self._leaf] = self._live
 
     def leave(self) -> None:
-        """Set the tensor to the meta tensor."""
+        """Set the module's tensor to a meta tensor; keep no reference to device memory."""
         if self._table.get(self._leaf) is self._live:
             self._table[self._leaf] = self._meta
-        self._live = self._meta
+        if not self.is_view:
+            self._live = self._value = self._meta
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle no view that waits for the next forward."""
+        is_used = self._table.get(self._leaf) is self._live
+        return vars(self) if is_used else {**vars(self), "_live": self._meta, "_value": self._meta}
 
 
 def _refuse_gradient(name: str, gradient: Tensor) -> None:
@@ -105,7 +104,7 @@ def slot_of(tensor: Tensor, module: nn.Module, name: str) -> OffloadedTensor:
 
     A package with its own parameter class registers a slot for it.
     """
-    return PlainSlot(module, name, tensor)
+    return OffloadedTensor(module, name, tensor)
 
 
 _META = torch.device("meta")
@@ -170,9 +169,11 @@ class AlignDevicesHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the weights to the execution device, or replace them by meta tensors if they are offloaded."""
-        tensors = {
+        options: dict[str, Any] = {"recurse": self.place_submodules, "remove_duplicate": False}
+        buffers = dict(module.named_buffers(**options))
+        tensors: dict[str, Tensor] = {
             name: tensor
-            for name, tensor in named_module_tensors(module, recurse=self.place_submodules)
+            for name, tensor in (*module.named_parameters(**options), *buffers.items())
             if self.only is None or name in self.only
         }
         if not self.offload:
@@ -181,8 +182,7 @@ class AlignDevicesHook(ModelHook):
                     self._move(module, name)
             return module
         stay = non_persistent_buffers(module, recurse=self.place_submodules)
-        buffers = {name for name, _ in module.named_buffers(recurse=self.place_submodules)}
-        stay = stay if self.offload_buffers else buffers | stay
+        stay = stay if self.offload_buffers else buffers.keys() | stay
         offloaded = {name: tensor for name, tensor in tensors.items() if name not in stay}
         self.original_devices = {name: tensor.device for name, tensor in offloaded.items()}
         if self.weights_map is None:
@@ -480,56 +480,45 @@ def attach_align_device_hook_on_blocks(
         "skip_keys": skip_keys,
         "tied_params_map": tied_params_map,
     }
-    _attach_blocks(module, module_name, devices, offloads, weights_map, preload_module_classes, options)
-
-
-def _attach_blocks(
-    module: nn.Module,
-    name: str,
-    devices: Mapping[str, Device | None],
-    offloads: Mapping[str, bool],
-    weights_map: Mapping[str, Tensor] | None,
-    preload: Sequence[str] | None,
-    options: Mapping[str, Any],
-    *,
-    outermost: bool = True,
-) -> None:
-    prefix = f"{name}." if name else ""
-    direct = [leaf for leaf, _ in named_module_tensors(module) if prefix + leaf in offloads]
-    if name in devices and name in offloads:
-        device, is_offloaded = devices[name], offloads[name]
-        if is_offloaded:
-            attach_align_device_hook(
-                module,
-                device,
-                is_offloaded,
-                weights_map,
-                module_name=name,
-                preload_module_classes=preload,
-                **options,
-            )
-        if not is_offloaded or hook_of(module) is None:
-            hook = AlignDevicesHook(
-                device,
-                io_same_device=outermost,
-                place_submodules=not is_offloaded,
-                only=() if is_offloaded else None,
-                **options,
-            )
-            add_hook_to_module(module, hook, append=True)
-        if device is not None:
-            attach_execution_device_hook(
-                module, device, options["skip_keys"], preload, options["tied_params_map"]
-            )
-    elif outermost:
-        hook = AlignDevicesHook(devices.get(""), io_same_device=True, only=(), **options)
+    main = devices.get("")
+    if offloads.get(module_name, True) or module_name not in devices:
+        hook = AlignDevicesHook(main, io_same_device=True, only=(), **options)
         add_hook_to_module(module, hook, append=True)
-    for target in dict.fromkeys((devices.get(prefix + leaf), offloads[prefix + leaf]) for leaf in direct):
-        only = {leaf for leaf in direct if (devices.get(prefix + leaf), offloads[prefix + leaf]) == target}
-        weights = PrefixedDataset(weights_map, prefix) if target[1] and weights_map is not None else None
-        hook = AlignDevicesHook(target[0], target[1], weights_map=weights, only=only, **options)
-        add_hook_to_module(module, hook, append=True)
-    for leaf, child in module.named_children():
-        _attach_blocks(
-            child, prefix + leaf, devices, offloads, weights_map, preload, options, outermost=False
-        )
+    for name, part in module.named_modules(prefix=module_name, remove_duplicate=False):
+        if name in devices and name in offloads:
+            device, is_offloaded = devices[name], offloads[name]
+            if is_offloaded:
+                attach_align_device_hook(
+                    part,
+                    device,
+                    is_offloaded,
+                    weights_map,
+                    module_name=name,
+                    preload_module_classes=preload_module_classes,
+                    **options,
+                )
+            if not is_offloaded or hook_of(part) is None:
+                hook = AlignDevicesHook(
+                    device,
+                    io_same_device=part is module,
+                    place_submodules=not is_offloaded,
+                    only=() if is_offloaded else None,
+                    **options,
+                )
+                add_hook_to_module(part, hook, append=True)
+            if device is not None and (main is None or torch.device(device) != torch.device(main)):
+                # The program may call its submodules on their own.
+                attach_execution_device_hook(part, device, skip_keys, preload_module_classes, tied_params_map)
+        prefix = f"{name}." if name else ""
+        targets = {
+            leaf: (devices.get(prefix + leaf), offloads[prefix + leaf])
+            for leaf, _ in named_module_tensors(part)
+            if prefix + leaf in offloads
+        }
+        for device, is_offloaded in dict.fromkeys(targets.values()):
+            only = {leaf for leaf, target in targets.items() if target == (device, is_offloaded)}
+            weights = (
+                PrefixedDataset(weights_map, prefix) if is_offloaded and weights_map is not None else None
+            )
+            hook = AlignDevicesHook(device, is_offloaded, weights_map=weights, only=only, **options)
+            add_hook_to_module(part, hook, append=True)

@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.align import (
-    AlignDevicesHook,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-)
+from accel_bigmodel.align import AlignDevicesHook, attach_align_device_hook_on_blocks
 from accel_bigmodel.device_map import check_device_map, check_tied_parameters_on_same_device, known_entries
 from accel_bigmodel.device_plan import flatten_map
 from accel_bigmodel.hooks import (
@@ -34,11 +30,16 @@ from accel_bigmodel.offload import (
     offload_from_model,
     read_offload_index,
 )
-from accel_bigmodel.offloaded_block import make_blocks
-from accel_bigmodel.placement import check_device_same, sites_of
+from accel_bigmodel.offloaded_block import block_roots, make_blocks
+from accel_bigmodel.placement import (
+    check_device_same,
+    model_tensors,
+    set_module_tensor_to_device,
+    shared_names,
+)
 from accel_ops.weights.layout import OFFLOAD_INDEX_NAME
-from accel_ops.weights.read import device_of
-from accel_ops.weights.tensors import find_tied_parameters, retie_parameters
+from accel_ops.weights.read import device_of, entry_of
+from accel_ops.weights.tensors import find_tied_parameters, named_module_tensors, retie_parameters
 from accel_state.device_kinds import PEER_ACCESS_DRIVER, check_cuda_p2p_ib_support
 from accel_state.errors import SettingsError, some_of
 
@@ -113,57 +114,50 @@ def dispatch_model(
         vars(model)["hf_device_map"] = asked
         return model
     _warn_of_peer_access(devices)
-    device_map = flatten_map(model, device_map)
     if main_device is None:
         main_device = next((device for device in devices if str(device) not in _STORAGE), "cpu")
     main = torch.device(main_device)
-    offload = {
-        name: device == "disk" or (str(device) == "cpu" and main.type != "cpu")
-        for name, device in device_map.items()
-    }
-    execution: dict[str, Device] = {
-        "": main,
-        **{name: main if offload[name] else device for name, device in device_map.items()},
-    }
-    tied = find_tied_parameters(model)
+    tied = shared_names(model)
+    for group in tied:
+        sent = {name: device_of(name, device_map) for name in group}
+        resident = [device for device in sent.values() if device is not None and _is_on(device, main)]
+        if resident:  # a weight that is tied to one on the main device is there
+            device_map |= {name: resident[0] for name, device in sent.items() if str(device) in _STORAGE}
     check_tied_parameters_on_same_device(tied, device_map)
-    weights = collect_weights(
-        model,
-        device_map,
-        offload,
-        tied,
-        state_dict=state_dict,
-        offload_dir=offload_dir,
-        offload_index=offload_index,
-        offload_buffers=offload_buffers,
-    )
+    device_map = flatten_map(model, device_map)
+    offloaded = {
+        name: device
+        for name, device in device_map.items()
+        if device == "disk" or (str(device) == "cpu" and main.type != "cpu")
+    }
+    weights = OffloadedWeightsLoader(state_dict={})
+    if offloaded:
+        weights = collect_weights(
+            model,
+            offloaded,
+            tied,
+            state_dict=state_dict,
+            offload_dir=offload_dir,
+            offload_index=offload_index,
+            offload_buffers=offload_buffers,
+        )
     _require_values(model, device_map, known=weights)
-    _attach(
+    _hook(
         model,
-        execution,
-        offload,
-        weights=weights,
+        main,
+        {name: device for name, device in device_map.items() if name not in offloaded},
+        [*offloaded],
+        weights,
+        preload_module_classes,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
         tied_params_map=_tied_map(model, tied),
-        force_hooks=force_hooks,
     )
-    if weights is not None:
-        _use_resident_twins(model, tied, weights, main)
-        make_blocks(
-            model,
-            [name for name, is_offloaded in offload.items() if is_offloaded],
-            weights,
-            main,
-            preload_classes=frozenset(preload_module_classes or ()),
-            resident_block=_feature_layer(model),
-        )
     # Tied parameters on different devices become separate copies.
     together = [group for group in tied if len({device_of(name, device_map) for name in group}) == 1]
     retie_parameters(model, together)
     _hook_encoder(model)
-    _guard_moves(model, offloaded=any(offload.values()))
+    _guard_moves(model, offloaded=bool(offloaded))
     vars(model)["hf_device_map"] = asked
     return model
 
@@ -194,7 +188,16 @@ def cpu_offload(
     weights |= {name: weights[first] for name, first in tied.items() if first in state}
     loader = OffloadedWeightsLoader(state_dict=weights)
     del state, weights
-    return _offloaded(model, device, loader, offload_buffers, preload_module_classes)
+    _hook(
+        model,
+        device,
+        {},
+        [""],
+        loader,
+        preload_module_classes,
+        offload_buffers=offload_buffers,
+    )
+    return model
 
 
 def disk_offload(
@@ -239,7 +242,16 @@ def disk_offload(
             f"the folder {str(offload_dir)!r} is that of another model: it has no weights for "
             f"{some_of(absent)}. Choose a folder of its own for each model"
         )
-    return _offloaded(model, device, weights, offload_buffers, preload_module_classes)
+    _hook(
+        model,
+        device,
+        {},
+        [""],
+        weights,
+        preload_module_classes,
+        offload_buffers=offload_buffers,
+    )
+    return model
 
 
 def cpu_offload_with_hook(
@@ -267,45 +279,42 @@ def cpu_offload_with_hook(
     return model, UserCpuOffloadHook(model, hook)
 
 
-def _offloaded(
-    model: M,
-    device: Device,
+def _is_on(device: Device, main: torch.device) -> bool:
+    return device != "disk" and check_device_same(torch.device(device), main)
+
+
+def _hook(
+    model: nn.Module,
+    main: Device,
+    devices: Mapping[str, Device],
+    offloaded: Sequence[str],
     weights: OffloadedWeightsLoader,
-    offload_buffers: bool,
-    preload: Sequence[str] | None,
-) -> M:
-    add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True, only=()), append=True)
-    attach_align_device_hook(
-        model,
-        execution_device=device,
-        offload=True,
-        weights_map=weights,
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload,
-    )
-    make_blocks(
-        model,
-        [""],
-        weights,
-        torch.device(device),
-        preload_classes=frozenset(preload or ()),
-        resident_block=_feature_layer(model),
-    )
-    return model
-
-
-def _use_resident_twins(
-    model: nn.Module, tied: Sequence[Sequence[str]], weights: OffloadedWeightsLoader, main: torch.device
+    preload_module_classes: Sequence[str] | None,
+    **options: Any,
 ) -> None:
-    """Let an offloaded weight use the memory of a tied one that stays on an accelerator."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    state = dict(weights.state_dict)
-    for group in tied if main.type != "cpu" else ():
-        resident = [name for name in group if check_device_same(parameters[name].device, main)]
-        if resident:
-            twin = parameters[resident[0]].detach()
-            state.update({name: twin for name in group if parameters[name].is_meta})
-    weights.state_dict = state
+    """Move resident entries of a device map to their devices, and stream the others to the main device."""
+    roots = block_roots(model, offloaded, preload_module_classes or (), _feature_layer(model))
+    entries = {entry for group in roots.values() for entry in group}
+    devices = dict(devices)
+    for name, _ in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        if entry_of(name, entries) is None and entry_of(name, devices) is None:  # of a module above blocks
+            devices[name] = main
+            if name in weights:
+                value = weights[name]
+                set_module_tensor_to_device(model, name, main, value=value, dtype=value.dtype)
+    attach_align_device_hook_on_blocks(
+        model,
+        {"": main, **devices, **dict.fromkeys(entries, main)},
+        {**dict.fromkeys(devices, False), **dict.fromkeys(entries, True)},
+        weights,
+        preload_module_classes=preload_module_classes,
+        **options,
+    )
+    if roots:
+        make_blocks(model, roots, weights, torch.device(main))
 
 
 def _hook_encoder(model: nn.Module) -> None:
@@ -340,55 +349,11 @@ def _is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def _move_model(model: nn.Module, device: torch.device) -> None:
-    if all(site.table[site.leaf].device == device for site in sites_of(model).values()):
+    if all(tensor.device == device for _, tensor in named_module_tensors(model, recurse=True)):
         return
     tied = find_tied_parameters(model)
     model.to(device)
     retie_parameters(model, tied)
-
-
-def _attach(
-    model: nn.Module,
-    execution: Mapping[str, Device],
-    offload: Mapping[str, bool],
-    *,
-    weights: Mapping[str, Tensor] | None,
-    force_hooks: bool,
-    **options: Any,
-) -> None:
-    is_one_device = len({torch.device(device) for device in execution.values()}) == 1
-    if is_one_device and not force_hooks:
-        # All modules run on one device: move resident tensors now, and the inputs of resident blocks.
-        _prepare_targets(model, execution, offload, options["tied_params_map"], options["skip_keys"])
-        offloaded_names = {name: is_off_device for name, is_off_device in offload.items() if is_off_device}
-        execution = {name: execution[name] for name in ("", *offloaded_names)}
-        offload = offloaded_names
-    attach_align_device_hook_on_blocks(
-        model, execution_device=execution, offload=offload, weights_map=weights, **options
-    )
-
-
-def _prepare_targets(
-    model: nn.Module,
-    execution: Mapping[str, Device],
-    offload: Mapping[str, bool],
-    tied: TiedMap,
-    skip_keys: str | list[str] | None,
-) -> None:
-    for name, device in execution.items():
-        if offload.get(name, True):
-            continue
-        prefix, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(prefix) if name else model
-        module = owner._modules.get(leaf) if name else model
-        if module is None:
-            AlignDevicesHook(device, only=(leaf,), tied_params_map=tied).init_hook(owner)
-            continue
-        hook = AlignDevicesHook(device, place_submodules=True, tied_params_map=tied, skip_keys=skip_keys)
-        if name and torch.device(device).type != "cpu":
-            add_hook_to_module(module, hook, append=True)  # the program may call the block on its own
-        else:
-            hook.init_hook(module)
 
 
 def _require_values(
@@ -427,9 +392,9 @@ def _first_device(model: nn.Module) -> torch.device:
 
 
 def _tied_map(model: nn.Module, tied: Sequence[Sequence[str]]) -> TiedMap:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    tensors = [parameters[name] for group in tied for name in group]
-    return {tensor.data_ptr(): {} for tensor in tensors if not tensor.is_meta}
+    tensors = model_tensors(model)
+    firsts = [tensors[group[0]] for group in tied]
+    return {tensor.data_ptr(): {} for tensor in firsts if not tensor.is_meta}
 
 
 def _guard_moves(model: nn.Module, *, offloaded: bool) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from accel_bigmodel.device_map import check_device_map
-from accel_bigmodel.placement import sites_of
 from accel_bigmodel.sizes import byte_count
 from accel_ops.weights.layout import convert_bytes
 from accel_ops.weights.read import entry_of
@@ -14,7 +15,6 @@ from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from accel_bigmodel.sizes import ElementType
 
@@ -115,15 +115,19 @@ def explain(
     count = byte_count(dtype, None)
     held, moved = dict.fromkeys(devices, 0), dict.fromkeys(devices, 0)
     seen: set[int] = set()
-    for name, site in sites_of(model).items():
-        tensor = site.table[site.leaf]
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
         prefix, _, leaf = name.rpartition(".")
         size = tensor.nbytes if count is None else count(f"{prefix}." if prefix else "", leaf, tensor)
         entry = entry_of(name, device_map)
         if entry is None:
             continue
         device = device_map[entry]
-        if (device == "disk" or (str(device) == "cpu" and str(main) != "cpu")) and not site.is_buffer:
+        if (device == "disk" or (str(device) == "cpu" and str(main) != "cpu")) and isinstance(
+            tensor, nn.Parameter
+        ):
             moved[device] += size
         if id(tensor) not in seen:
             seen.add(id(tensor))

@@ -24,9 +24,10 @@ from accel_bigmodel.hooks import M
 from accel_bigmodel.offload import load_offloaded_weight, offload_weight, save_offload_index
 from accel_bigmodel.placement import (
     OffloadedParameter,
-    TensorOwner,
+    model_tensors,
+    owner_of,
     set_module_tensor_to_device,
-    sites_of,
+    shared_names,
     torch_dtype,
 )
 from accel_bigmodel.sources import Source, broadcast_sources, open_checkpoint
@@ -99,7 +100,6 @@ class AssignStep:
     dtype: torch.dtype
     nbytes: int
     how: How
-    site: TensorOwner
 
 
 Plan = list[tuple["Source", list[AssignStep]]]
@@ -116,7 +116,7 @@ def plan_load(
     Raises:
         CheckpointMismatchError: Shapes differ; or, with `strict`, names are missing or unexpected.
     """
-    wanted = {name: site for name, site in sites_of(model).items() if site.persistent}
+    wanted = model_tensors(model)
     quantizer = assignment.quantizer
     aliases = _aliases(tied, {name for source in sources for name in source.tensors}, assignment)
     seen: set[str] = set()
@@ -126,17 +126,16 @@ def plan_load(
     for source in sources:
         steps: list[AssignStep] = []
         for name, (shape, dtype) in source.tensors.items():
-            site = wanted.get(name)
+            target = wanted.get(name)
             weight = quantizer.weight_of(name) if quantizer is not None else None
-            if weight is not None and (site is None or name == weight):
+            if weight is not None and (target is None or name == weight):
                 seen.add(name)
                 step = _step(weight, shape, dtype, wanted[weight], source, assignment)
                 steps.append(replace(step, key=name, how="quantize"))
                 continue
-            if site is None:
+            if target is None:
                 unexpected.append(name)
                 continue
-            target = site.table[site.leaf]
             if name in seen:
                 continue
             seen.add(name)
@@ -146,8 +145,8 @@ def plan_load(
                     f"{name} ({list(shape)} in the checkpoint, {list(target.shape)} in the model)"
                 )
                 continue
-            for target in (name, *aliases.get(name, ())):
-                step = _step(target, shape, dtype, wanted[target], source, assignment)
+            for served in (name, *aliases.get(name, ())):
+                step = _step(served, shape, dtype, wanted[served], source, assignment)
                 steps.append(replace(step, key=name))
         plan.append((source, steps))
     served = {name for group in tied if seen.intersection(group) for name in group}
@@ -199,7 +198,7 @@ def assign(
                 parts.setdefault(step.name, {})[step.key] = source.get(step.key)
                 waiting[step.name] -= 1
                 if not waiting[step.name] and _is_complete(step.name, parts[step.name]):
-                    _put_quantized(quantizer, source, step, parts.pop(step.name), assignment, index)
+                    _put_quantized(model, quantizer, source, step, parts.pop(step.name), assignment, index)
                 continue
             if step.device == "disk":
                 _to_disk(source, step, assignment, index)
@@ -216,15 +215,15 @@ def _step(
     name: str,
     shape: tuple[int, ...],
     stored: torch.dtype,
-    site: TensorOwner,
+    target: Tensor,
     source: Source,
     assignment: Assignment,
 ) -> AssignStep:
     device: Device | None = None
-    target: Tensor = site.table[site.leaf]
+    is_buffer = not isinstance(target, nn.Parameter)
     if assignment.device_map is not None:
         device = device_of(name, assignment.device_map)
-        if device == "disk" and site.is_buffer and not assignment.offload_buffers:
+        if device == "disk" and is_buffer and not assignment.offload_buffers:
             device = "cpu"
     elif target.is_meta:
         device = "cpu"
@@ -240,7 +239,6 @@ def _step(
         dtype=dtype,
         nbytes=math.prod(shape) * dtype.itemsize,
         how=_how(source, device, cast=dtype != stored),
-        site=site,
     )
 
 
@@ -275,7 +273,8 @@ def _upload_batches(
 
 
 def _put(model: nn.Module, step: AssignStep, value: Tensor, assignment: Assignment) -> None:
-    table, leaf = step.site.table, step.site.leaf
+    owner, leaf = owner_of(model, step.name)
+    table: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
     target = table[leaf]
     if step.how == "map" and type(target) is torch.nn.Parameter and not vars(target):
         # The same as set_module_tensor_to_device, but a hundred times faster.
@@ -301,6 +300,7 @@ def _is_complete(weight: str, parts: Mapping[str, Tensor]) -> bool:
 
 
 def _put_quantized(
+    model: nn.Module,
     quantizer: WeightQuantizer,
     source: Source,
     step: AssignStep,
@@ -317,7 +317,8 @@ def _put_quantized(
         # The packed numbers are mapped from the disk; the statistics stay with the parameter.
         numbers = load_offloaded_weight(folder / f"{name}.dat", index[name])
         parameter = quantizer.with_numbers(parameter, numbers)
-    step.site.table[step.site.leaf] = parameter
+    owner, leaf = owner_of(model, name)
+    owner._parameters[leaf] = parameter
 
 
 def _sharded(value: Tensor, like: Any, assignment: Assignment) -> Tensor:
@@ -456,7 +457,7 @@ def load_checkpoint_in_model(
         offload_buffers=offload_buffers,
         dtypes={
             name: torch.float32
-            for name in sites_of(model)
+            for name in model_tensors(model)
             if any(f".{module}." in f".{name}." for module in keep_in_fp32_modules or ())
         },
         strict=strict,
@@ -598,22 +599,13 @@ def _offload_unloaded(model: nn.Module, assignment: Assignment, index: Index) ->
         offload_weight(tensor.detach(), name, str(assignment.offload_folder), index)
 
 
-def _names_of_shared(model: nn.Module) -> list[list[str]]:
-    """Group the names of tensors that have several: of tied weights, and of modules with several names."""
-    names: dict[int, list[str]] = {}
-    for name, site in sites_of(model).items():
-        if site.persistent:
-            names.setdefault(id(site.table[site.leaf]), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
-
-
 def load_weights(
     model: nn.Module, sources: Sequence[Source], assignment: Assignment, *, measure: bool = False
 ) -> Index:
     """Load the files of a checkpoint by an assignment; return the index of the weights on the disk."""
     # 1. Plan the load, before anything is changed.
     start = time.perf_counter()
-    tied = _names_of_shared(model)
+    tied = shared_names(model)
     if not tied and check_tied_parameters_in_config(model):
         _log.warning(
             "The model's configuration ties its embeddings, the model does not: call tie_weights() first."

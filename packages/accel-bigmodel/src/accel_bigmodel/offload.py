@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.placement import set_module_tensor_to_device, sites_of, torch_dtype
+from accel_bigmodel.placement import model_tensors, set_module_tensor_to_device, torch_dtype
 from accel_ops.weights.layout import OFFLOAD_INDEX_NAME
+from accel_ops.weights.read import entry_of
 from accel_ops.weights.safetensors_io import SafetensorsFile, as_bytes
 from accel_ops.weights.tensors import tensor_memory
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError, some_of
@@ -375,39 +376,50 @@ def _tensor_file(folder: Path, name: str) -> Path:
 
 def collect_weights(
     model: nn.Module,
-    device_map: Mapping[str, Device],
-    offload: Mapping[str, bool],
+    offloaded: Mapping[str, Device],
     tied: Sequence[Sequence[str]],
     *,
     state_dict: Mapping[str, Tensor] | None,
     offload_dir: str | os.PathLike[str] | None,
     offload_index: Mapping[str, Mapping[str, Any]] | None,
     offload_buffers: bool,
-) -> OffloadedWeightsLoader | None:
+) -> OffloadedWeightsLoader:
     """Collect the offloaded weights of a model, and write those for the disk that are not there yet.
 
     Raises:
         SettingsError: Weights are assigned to the disk, but there is no folder for them.
     """
-    on_cpu = [name for name, device in device_map.items() if offload[name] and device != "disk"]
-    on_disk = [name for name, device in device_map.items() if device == "disk"]
-    if not on_cpu and not on_disk:
-        return None
-    resident = _resident_tensors(model, buffers=offload_buffers)
-    candidates = extract_submodules_state_dict(resident, on_cpu) if state_dict is None else state_dict
+    on_disk = [name for name, device in offloaded.items() if device == "disk"]
+    on_cpu = [name for name in offloaded if name not in on_disk]
+    tensors = {
+        name: tensor.data
+        for name, tensor in model_tensors(model).items()
+        if offload_buffers or isinstance(tensor, nn.Parameter)
+    }
+    candidates = extract_submodules_state_dict(tensors, on_cpu) if state_dict is None else state_dict
     held = {name: tensor for name, tensor in candidates.items() if not tensor.is_meta}
     copies: dict[tuple[object, ...], Tensor] = {}  # tied weights stay one tensor
     for name in extract_submodules_state_dict(held, on_cpu):
         key = (tensor_memory(held[name]), held[name].dtype)
         held[name] = copies.setdefault(key, held[name].to("cpu"))
     index: dict[str, Mapping[str, Any]] = {**_read_index(offload_dir), **(offload_index or {})}
-    _resolve_prefixes(tied, on_disk, held, index)
+    values = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    writable = extract_submodules_state_dict(values, on_disk)
+    # A tied weight without an entry is read from that of another name.
+    for group in tied:
+        source = next((name for name in group if name in held or name in index), None)
+        real = next((values[name] for name in group if name in values), None)
+        for name in group:
+            if name in held or name in index or entry_of(name, offloaded) is None:
+                continue
+            if source in held:
+                held[name] = held[source]
+            elif source is not None and index[source].get("safetensors_file"):
+                index[name] = {"weight_name": source, **index[source]}
+            elif real is not None and name not in writable:
+                held[name] = real.to("cpu")
     in_place = {name for name, row in index.items() if row.get("safetensors_file")}.union(offload_index or ())
-    to_write = {
-        name: tensor
-        for name, tensor in extract_submodules_state_dict(resident, on_disk).items()
-        if name not in in_place and name not in held and not tensor.is_meta
-    }
+    to_write = {n: tensor for n, tensor in writable.items() if n not in in_place and n not in held}
     if to_write.keys() - index.keys() and offload_dir is None:
         raise SettingsError(
             f"the device_map sends {some_of(map(repr, on_disk))} to the disk: pass offload_dir, "
@@ -416,57 +428,10 @@ def collect_weights(
     if to_write and offload_dir is not None:
         offload_from_model(offload_dir, to_write)
         index = {**_read_index(offload_dir), **index}
-    _resolve_tied(tied, resident, held, index)
     return OffloadedWeightsLoader(state_dict=held, save_folder=offload_dir, index=index)
-
-
-def _resident_tensors(model: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
-    sites = sites_of(model).items()
-    return {
-        name: site.table[site.leaf].data
-        for name, site in sites
-        if not site.is_buffer or (buffers and site.persistent)
-    }
 
 
 def _read_index(folder: str | os.PathLike[str] | None) -> dict[str, Mapping[str, Any]]:
     if folder is None or not (Path(folder) / OFFLOAD_INDEX_NAME).is_file():
         return {}
     return dict(read_offload_index(folder))
-
-
-def _resolve_prefixes(
-    tied: Sequence[Sequence[str]],
-    on_disk: Sequence[str],
-    held: Mapping[str, Tensor],
-    index: dict[str, Mapping[str, Any]],
-) -> None:
-    """Look up a tied weight for the disk under the name that the checkpoint has."""
-    prefixes = tuple(f"{name}." if name else "" for name in on_disk)
-    for group in tied:
-        source = next((name for name in group if index.get(name, {}).get("safetensors_file")), None)
-        for name in group:
-            moves = name in on_disk or name.startswith(prefixes)
-            if moves and source is not None and name not in held and name not in index:
-                index[name] = {"weight_name": source, **index[source]}
-
-
-def _resolve_tied(
-    tied: Sequence[Sequence[str]],
-    resident: Mapping[str, Tensor],
-    held: dict[str, Tensor],
-    index: dict[str, Mapping[str, Any]],
-) -> None:
-    for group in tied:
-        unresolved = [name for name in group if name not in held and name not in index]
-        source = next((name for name in group if name in held or name in index), None)
-        real = next(
-            (resident[name] for name in group if name in resident and not resident[name].is_meta), None
-        )
-        for name in unresolved:
-            if real is not None:
-                held[name] = real
-            elif source in held:
-                held[name] = held[source]
-            elif source is not None and index[source].get("safetensors_file"):
-                index[name] = {"weight_name": source, **index[source]}

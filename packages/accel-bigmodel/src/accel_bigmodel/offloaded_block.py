@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,11 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.align import AlignDevicesHook, OffloadedTensor, align_hooks_of
-from accel_bigmodel.hooks import add_hook_to_module
 from accel_bigmodel.host_to_device import SLOT_BYTES, HostToDevice, Span, available_host_memory, power_of_two
 from accel_bigmodel.offload import OffloadedWeightsLoader, StoredTensor
 from accel_bigmodel.sizes import CONTAINERS
-from accel_ops.weights.read import entry_of
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state.streams import DeviceStreams, device_streams, pinned_if_possible
 
@@ -37,8 +34,8 @@ _ALIGNMENT = 512
 _PINNED_SHARE = 0.5
 """The fraction of the available host memory that blocks may keep pinned."""
 
-_PINNED_CHUNK = 64 << 20
-"""Bytes pinned at a time; torch rounds up to powers of two."""
+_SMALL = 1 << 20
+"""Bytes that a thread reads in less time than it takes to start it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +95,7 @@ class StreamedBlocks:
 
     Weights that several blocks share are copied once while any of these blocks is acquired or prefetched. On
     the CPU, and on a device without streams, a weight that is not cast is a view of the mapped file, which a
-    prefetch reads; one that is cast is read and cast by the prefetch.
+    prefetch of a large block reads; one that is cast is read and cast, of a large block by the prefetch.
     """
 
     def __init__(
@@ -108,9 +105,9 @@ class StreamedBlocks:
         self._device = device
         self.streams = device_streams(device)
         self._blocks = {block: [*names] for block, names in blocks.items()}
-        self._following: dict[str, str | None] = dict(zip(self._blocks, [*self._blocks][1:], strict=False))
-        self._first = next(iter(self._blocks), None)
-        self._on_device: dict[str, dict[str, Tensor]] = {}
+        self._following: dict[str | None, str | None] = dict(
+            zip([None, *self._blocks], self._blocks, strict=False)
+        )
         self._units = self._make_units()
         self._all = list(dict.fromkeys(unit for units in self._units.values() for unit in units))
         self._released: list[torch.Event] = []
@@ -120,15 +117,19 @@ class StreamedBlocks:
             slot_bytes = min(SLOT_BYTES, power_of_two(max(_ALIGNMENT, largest)))
             self._pipeline = HostToDevice(self.streams, slot_bytes=slot_bytes)
             self._pin(self.streams)
-        self.start_thread()
-        _instances.add(self)
+        self._start_thread()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy or pickle the weights; the copy has its own threads, and is not in use."""
         return StreamedBlocks, (self._weights, self._blocks, self._device)
 
-    def start_thread(self) -> None:
-        """Create the thread that copies, and the locks; again in a forked child, which inherits no thread."""
+    def check_process(self) -> None:
+        """Start again in a forked child, which inherits no thread, and maybe held locks."""
+        if self._process != os.getpid():
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        self._process = os.getpid()
         self.lock = threading.RLock()
         self.holds: dict[str, dict[int, int]] = {block: {} for block in self._blocks}
         self._thread = threading.local()
@@ -151,9 +152,9 @@ class StreamedBlocks:
             for unit in before:
                 self._drop(unit)
             try:
-                for unit in units:
+                for unit in units if self.streams is not None else ():
                     self._start(unit)
-                values = dict(self._on_device[block])
+                values: dict[str, Tensor] = {}
                 for unit in units:
                     values.update(self._receive(unit))
             except BaseException:
@@ -186,12 +187,14 @@ class StreamedBlocks:
             for unit in before:
                 self._drop(unit)
             for unit in self._prefetched:
-                self._start(unit)
+                if self.streams is not None or unit.nbytes > _SMALL:
+                    self._start(unit)
 
     def begin_pass(self) -> None:
         """Prefetch the first block: this thread's forward of the model begins."""
+        self.check_process()
         self._thread.used = []
-        self.prefetch(self._first)
+        self.prefetch(self._following.get(None))
 
     def end_pass(self) -> None:
         """Keep no block on the device: nothing says that this thread's next forward comes soon."""
@@ -208,10 +211,8 @@ class StreamedBlocks:
         if block in used:  # another forward of a part of the model
             self._following[used[-1]] = None
             used.clear()
-        elif used:
-            self._following[used[-1]] = block
         else:
-            self._first = block
+            self._following[used[-1] if used else None] = block
         used.append(block)
         following = self._following.get(block)
         if following is not None:
@@ -248,7 +249,7 @@ class StreamedBlocks:
         files: dict[SafetensorsFile, list[str]] = {}
         values: dict[str, Tensor] = {}
         for names, stored, _ in unit.tensors:
-            if stored.file is not None and not stored.is_cast:
+            if stored.file is not None and not stored.is_cast and unit.nbytes > _SMALL:
                 files.setdefault(stored.file, []).append(stored.name)
             value = stored.load() if stored.is_cast else stored.memory
             values.update(dict.fromkeys(names, value.to(self._device)))
@@ -257,21 +258,23 @@ class StreamedBlocks:
         return values
 
     def _receive(self, unit: _Unit) -> dict[str, Tensor]:
+        if self.streams is None:
+            values = unit.values
+            if values is None:
+                values = self._load(unit) if unit.transfer is None else unit.transfer.result()[0].pop()
+            unit.values = values
+            return values
         try:
             copied, ready = self._start(unit).result()
         except torch.OutOfMemoryError:
             # It was prefetched while a block was acquired that is released now: copy it after that block.
             unit.transfer = None
             copied, ready = self._start(unit).result()
-        if self.streams is None or ready is None:
-            values: dict[str, Tensor] = copied.pop() if unit.values is None else unit.values
-            unit.values = values
-            return values
-        current = self.streams.current_stream()
-        current.wait_event(ready)
+        if ready is not None:
+            self.streams.current_stream().wait_event(ready)
         if unit.values is None:
-            buffer: Tensor = copied.pop()
-            unit.memory, unit.values = buffer, unit.views(buffer)
+            unit.memory = buffer = copied.pop()
+            unit.values = unit.views(buffer)
         return unit.values
 
     def _drop(self, unit: _Unit) -> None:
@@ -283,12 +286,8 @@ class StreamedBlocks:
         tensors: dict[tuple[object, ...], StoredTensor] = {}
         users: dict[tuple[object, ...], dict[str, list[str]]] = {}
         for block, members in self._blocks.items():
-            self._on_device[block] = {}
             for name in members:
                 stored = self._weights.stored(name)
-                if stored.memory.device.type != "cpu":  # tied to a resident weight
-                    self._on_device[block][name] = self._weights[name]
-                    continue
                 tensors.setdefault(stored.key, stored)
                 users.setdefault(stored.key, {}).setdefault(block, []).append(name)
         units = {block: [_Unit()] for block in self._blocks}
@@ -302,22 +301,16 @@ class StreamedBlocks:
     def _pin(self, streams: DeviceStreams) -> None:
         """Move blocks that are in host memory to pinned memory, within the budget."""
         budget = int(available_host_memory() * _PINNED_SHARE)
-        smallest = min(_PINNED_CHUNK, power_of_two(sum(unit.nbytes for unit in self._all)))
-        chunk, used = None, 0
         self._weights.state_dict = state = dict(self._weights.state_dict)
         for unit in self._all:
+            size = power_of_two(unit.nbytes)  # as torch takes it
             names = {name for held, _, _ in unit.tensors for name in held}
-            if not unit.nbytes or not names <= state.keys():
+            if size > budget or not names <= state.keys():
                 continue
-            if chunk is None or used + unit.nbytes > chunk.numel():
-                size = max(smallest, power_of_two(unit.nbytes))
-                if size > budget:
-                    continue
-                chunk, used, budget = pinned_if_possible(streams, size), 0, budget - size
-                if chunk is None:
-                    break
-            unit.pinned = chunk[used : used + unit.nbytes]
-            used += unit.nbytes
+            unit.pinned = pinned_if_possible(streams, unit.nbytes)
+            if unit.pinned is None:
+                break
+            budget -= size
             for index, (names, stored, begin) in enumerate(unit.tensors):
                 flat = unit.pinned[begin : begin + stored.nbytes]
                 view = flat.view(stored.dtype).view(stored.memory.shape)
@@ -345,10 +338,9 @@ class OffloadedBlock:
         """Whether the weights are loaded."""
         return bool(self.weights.holds[self.name])
 
-    def add(self, hook: AlignDevicesHook, module_name: str, slots: Iterable[OffloadedTensor]) -> None:
-        """Add a hook's tensors to the block."""
-        prefix = f"{module_name}." if module_name else ""
-        self.members.append((hook, hook.weights_map or {}, prefix, list(slots)))
+    def add(self, hook: AlignDevicesHook, prefix: str) -> None:
+        """Add the tensors of a hook, whose names start with a prefix in the model."""
+        self.members.append((hook, hook.weights_map or {}, prefix, list(hook.slots)))
         hook.block = self
 
     def discard(self, hook: AlignDevicesHook) -> None:
@@ -357,6 +349,7 @@ class OffloadedBlock:
 
     def acquire(self) -> None:
         """Hold the block in this thread; the first hold sets the tensors of its modules."""
+        self.weights.check_process()
         thread, holds = threading.get_ident(), self.weights.holds[self.name]
         # What is kept for later forwards, which may need gradients, is no inference tensor.
         with self.weights.lock, torch.inference_mode(mode=False):
@@ -400,82 +393,68 @@ class OffloadedBlock:
                 slot.leave()
 
 
-_instances: weakref.WeakSet[StreamedBlocks] = weakref.WeakSet()
+def block_roots(
+    model: nn.Module,
+    entries: Sequence[str],
+    preload_classes: Container[str] = (),
+    resident_block: str | None = None,
+) -> dict[str, list[str]]:
+    """Split offloaded entries of a device map into blocks: the name of each one's root to its entries.
 
-
-def _after_fork() -> None:
-    for blocks in [*_instances]:
-        if blocks.streams is None:  # a device cannot be used in a forked child
-            blocks.start_thread()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    A block is the largest module below an entry that does not contain a list of modules, or a module of an
+    unsplit class; for entries that are tensors, it is their module. Tensors of modules above blocks are in no
+    block: they are few, and such a module may use them at any time. `resident_block` is no block.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    blocks = {
+        name: [name]
+        for entry in entries
+        if entry in modules
+        for name in _roots(modules[entry], entry, preload_classes)
+        if name != resident_block
+    }
+    for entry in entries:
+        owner = entry.rpartition(".")[0]
+        prefix = f"{owner}." if owner else ""
+        if entry not in modules and not any(root != owner and root.startswith(prefix) for root in blocks):
+            blocks.setdefault(owner, []).append(entry)
+    return blocks
 
 
 def make_blocks(
-    model: nn.Module,
-    entries: Sequence[str],
-    weights: OffloadedWeightsLoader,
-    device: torch.device,
-    *,
-    preload_classes: frozenset[str] = frozenset(),
-    resident_block: str | None = None,
+    model: nn.Module, roots: Iterable[str], weights: OffloadedWeightsLoader, device: torch.device
 ) -> None:
-    """Group the hooks of offloaded modules into blocks, and stream the blocks.
-
-    A block is the largest module below an entry that does not contain a list of modules, or a module of an
-    unsplit class. Tensors of modules above blocks are materialised once and stay resident: they are few, and
-    such a module may use them at any time. The tensors of `resident_block` also stay resident.
-    """
-    roots: dict[str, nn.Module] = {}
-    for entry in entries:
-        module = _module_at(model, entry)
-        if module is not None:
-            roots.update(_roots(module, entry, preload_classes))
-    # For an entry that is a tensor, its module is a block if it contains no other block.
-    for entry in entries:
-        owner = entry.rpartition(".")[0]
-        if _module_at(model, entry) is None and not any(_is_below(root, owner) for root in roots):
-            roots[owner] = model.get_submodule(owner)
-    if resident_block is not None:
-        roots.pop(resident_block, None)
+    """Group the hooks of offloaded modules into blocks, and stream the blocks."""
     blocks: dict[str, OffloadedBlock] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        for hook in align_hooks_of(module):
-            if not hook.offload or hook.block is not None or not hook.slots:
-                continue
-            root = entry_of(name, roots)
-            if root is None:
-                _make_resident(hook, name, weights, device)
-                continue
-            if root not in blocks:
-                blocks[root] = OffloadedBlock(root, device)
-            blocks[root].add(hook, name, hook.slots)
-    streamed = StreamedBlocks(
-        weights,
-        {
-            name: [prefix + slot.name for _, _, prefix, slots in block.members for slot in slots]
-            for name, block in blocks.items()
-        },
-        device,
-    )
-    for name, block in blocks.items():
+    names: dict[str, list[str]] = {}
+    for root in roots:
+        block, names[root] = OffloadedBlock(root, device), []
+        module = model.get_submodule(root)
+        for name, part in module.named_modules(prefix=root, remove_duplicate=False):
+            for hook in align_hooks_of(part):
+                if hook.slots and hook.block is None:
+                    prefix = f"{name}." if name else ""
+                    block.add(hook, prefix)
+                    names[root].extend(prefix + slot.name for slot in hook.slots)
+        if block.members:
+            blocks[root] = align_hooks_of(module)[-1].block = block  # also if it has no tensors of its own
+    streamed = StreamedBlocks(weights, {root: names[root] for root in blocks}, device)
+    for block in blocks.values():
         block.weights = streamed
-        _hook_root(roots[name], block)
-    outermost = next(iter(align_hooks_of(model)), None)
-    if outermost is not None:
-        outermost.streamed = streamed
+        for _, _, prefix, slots in block.members:
+            for slot in slots:
+                slot.is_view = device.type == "cpu" and not weights.stored(prefix + slot.name).is_cast
+    align_hooks_of(model)[0].streamed = streamed
 
 
-def _roots(module: nn.Module, name: str, preload_classes: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
+def _roots(module: nn.Module, name: str, preload_classes: Container[str]) -> Iterator[str]:
     split = isinstance(module, CONTAINERS) or (
         type(module).__name__ not in preload_classes
         and any(isinstance(part, CONTAINERS) and _has_tensors(part) for part in module.modules())
     )
     if not split:
         if _has_tensors(module):
-            yield name, module
+            yield name
         return
     for leaf, child in module._modules.items():
         if child is not None:
@@ -484,32 +463,3 @@ def _roots(module: nn.Module, name: str, preload_classes: frozenset[str]) -> Ite
 
 def _has_tensors(module: nn.Module) -> bool:
     return any(part._parameters or part._buffers for part in module.modules())
-
-
-def _module_at(model: nn.Module, name: str) -> nn.Module | None:
-    prefix, _, leaf = name.rpartition(".")
-    return model.get_submodule(prefix)._modules.get(leaf) if name else model
-
-
-def _is_below(name: str, ancestor: str) -> bool:
-    return name != ancestor and (not ancestor or name.startswith(f"{ancestor}."))
-
-
-def _make_resident(
-    hook: AlignDevicesHook, name: str, weights: OffloadedWeightsLoader, device: torch.device
-) -> None:
-    prefix = f"{name}." if name else ""
-    for slot in hook.slots:
-        slot.enter(weights[prefix + slot.name].to(device), keep=True)
-    hook.keep_resident()
-
-
-def _hook_root(root: nn.Module, block: OffloadedBlock) -> None:
-    """Make the root's forward acquire the block even if the root has no tensors."""
-    if any(hook.block is block for hook in align_hooks_of(root)):
-        return
-    hook = next(iter(align_hooks_of(root)), None)
-    if hook is None:
-        hook = AlignDevicesHook(execution_device=block.device, only=())
-        add_hook_to_module(root, hook, append=True)
-    hook.block = block

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -100,39 +99,25 @@ def set_module_tensor_to_device(
         torch.accelerator.empty_cache()
 
 
-@dataclass(frozen=True, slots=True)
-class TensorOwner:
-    """The location of a tensor in a module: the dict, the key, and whether it is a dict of buffers."""
-
-    table: dict[str, Any]
-    leaf: str
-    is_buffer: bool
-    persistent: bool = True
-
-
-def sites_of(model: nn.Module) -> dict[str, TensorOwner]:
-    """Return the location of every tensor of a model, by full name.
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Map every name of every parameter and persistent buffer of a model to its tensor.
 
     Example:
-        >>> sorted(sites_of(nn.Sequential(nn.Linear(1, 1))))
+        >>> sorted(model_tensors(nn.Sequential(nn.Linear(1, 1))))
         ['0.bias', '0.weight']
     """
-    sites: dict[str, TensorOwner] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{name}." if name else ""
-        parameters: dict[str, Any] = module._parameters
-        for leaf, tensor in parameters.items():
-            if tensor is not None:
-                sites[prefix + leaf] = TensorOwner(parameters, leaf, is_buffer=False)
-        buffers: dict[str, Any] = module._buffers
-        if buffers:
-            passing = non_persistent_buffers(module)
-            for leaf, tensor in buffers.items():
-                if tensor is not None:
-                    sites[prefix + leaf] = TensorOwner(
-                        buffers, leaf, is_buffer=True, persistent=leaf not in passing
-                    )
-    return sites
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    passing = non_persistent_buffers(model, recurse=True)
+    buffers = model.named_buffers(remove_duplicate=False)
+    return tensors | {name: buffer for name, buffer in buffers if name not in passing}
+
+
+def shared_names(model: nn.Module) -> list[list[str]]:
+    """Group the names of tensors that have several: of tied weights, and of modules with several names."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model_tensors(model).items():
+        names.setdefault(id(tensor), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
 
 
 def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.align import slot_of
+from accel_bigmodel.align import OffloadedTensor, slot_of
 from accel_bigmodel.placement import owner_of
 from accel_ops.weights.tensors import find_tied_parameters
 from accel_state.errors import CheckpointError, first_line, some_of
@@ -402,7 +402,7 @@ def register_slots() -> None:
     slot_of.register(bnb.nn.Params4bit, _4bit_slot)
 
 
-class QuantizedSlot:
+class QuantizedSlot(OffloadedTensor):
     """The slot of a quantised weight."""
 
     def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:

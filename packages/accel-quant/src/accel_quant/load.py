@@ -16,7 +16,7 @@ from accel_bigmodel.device_map import automatic_device_map
 from accel_bigmodel.dispatch import dispatch_model
 from accel_bigmodel.hooks import default_device
 from accel_bigmodel.load import Assignment, load_weights
-from accel_bigmodel.placement import sites_of
+from accel_bigmodel.placement import model_tensors, owner_of
 from accel_bigmodel.sources import Source, open_checkpoint
 from accel_ops.weights.read import entry_of
 from accel_ops.weights.tensors import find_tied_parameters, retie_parameters
@@ -188,15 +188,16 @@ class _OwnWeights(Source):
 
     def __init__(self, model: nn.Module, replaced: dict[str, nn.Linear]) -> None:
         self._replaced = replaced
-        self._sites = {name: site for name, site in sites_of(model).items() if site.persistent}
-        tensors = {name: site.table[site.leaf] for name, site in self._sites.items()}
-        tensors |= {f"{layer}.weight": linear.weight for layer, linear in replaced.items()}
+        self._model = model
+        tensors = model_tensors(model) | {
+            f"{layer}.weight": linear.weight for layer, linear in replaced.items()
+        }
         self.tensors = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
     def get(self, name: str) -> Tensor:
         linear = self._replaced.pop(name.removesuffix(".weight"), None)
-        site = self._sites[name]
-        return (site.table[site.leaf] if linear is None else linear.weight).detach()
+        owner, leaf = owner_of(self._model, name)
+        return (getattr(owner, leaf) if linear is None else linear.weight).detach()
 
 
 def _types(
@@ -205,10 +206,8 @@ def _types(
     """Return the dtypes of all floating-point tensors that are not quantised."""
     types: dict[str, torch.dtype] = {}
     default: Any = config.torch_dtype
-    for name, site in sites_of(model).items():
+    for name, tensor in model_tensors(model).items():
         module = name.rpartition(".")[0]
-        if site.table[site.leaf].is_floating_point() and not (
-            module in layers and name == f"{module}.weight"
-        ):
+        if tensor.is_floating_point() and not (module in layers and name == f"{module}.weight"):
             types[name] = torch.float32 if is_listed(module, unquantized) else default
     return types
