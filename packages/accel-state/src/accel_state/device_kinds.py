@@ -1,19 +1,22 @@
 """Table of device families, and driver information, without importing torch.
 
-Settings and the command derive their lists from the table; only `probe` and `module` import torch.
+Settings and the command derive their lists from the table; only its methods import torch.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import platform
 import subprocess
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import InvalidVersion, Version
 
+from accel_state.environ import patch_environment
 from accel_state.errors import MissingDependencyError
 from accel_state.frozen import frozen
 from accel_state.labels import DistributedType
@@ -38,7 +41,6 @@ class DeviceKind:
         plugin: The package that registers the device type with torch, if torch does not know it by itself.
         collectives_plugin: The module that registers the backend with torch, if the plugin does not.
         least_torch: The minimum version of torch; `None` for the minimum in the package's metadata.
-        probe: Whether a device of this family can be used by this process.
         runtime: The module in place of `torch.<type>`, for devices that torch does not know. It also finds
             the ranks (`topology`) and how they connect (`group_options`), creates their `collectives`, and
             executes the recorded operations (`flush`).
@@ -48,9 +50,8 @@ class DeviceKind:
     type: str
     backend: str | None
     distributed_type: DistributedType
-    visible_devices_env: str | None
-    rng_key: str | None
-    probe: Callable[[], bool]
+    visible_devices_env: str | None = None
+    rng_key: str | None = None
     plugin: str | None = None
     collectives_plugin: str | None = None
     least_torch: str | None = None
@@ -58,6 +59,21 @@ class DeviceKind:
 
     def __reduce__(self) -> tuple[Callable[[str], DeviceKind], tuple[str]]:
         return _named, (self.name,)
+
+    @functools.cache  # noqa: B019 - there are a dozen families
+    def probe(self) -> bool:
+        """Return whether this process can use such a device; CUDA stays uninitialised, for forks."""
+        if self.runtime is not None:
+            return find_spec(str(self.plugin)) is not None  # importing it would take the devices
+        torch = import_module("torch")
+        if self.plugin is not None and not hasattr(torch, self.type):
+            if find_spec(self.plugin.partition(".")[0]) is None:
+                return False
+            import_module(self.plugin)
+        if self.type == "cuda" and (torch.version.hip is not None) != (self.name == "rocm"):
+            return False
+        with patch_environment(pytorch_nvml_based_cuda_check="1"):
+            return hasattr(torch, self.type) and bool(getattr(torch, self.type).is_available())
 
     @property
     def module(self) -> Any:
@@ -86,47 +102,24 @@ def _named(name: str) -> DeviceKind:
     return BY_NAME.get(name) or _unlisted_kind(name)
 
 
-def _always() -> bool:
-    return True
-
-
-def _asking(function: str, *args: Any) -> Callable[[], bool]:
-    """Return a probe that calls a function of `accel_state.devices`."""
-    return lambda: getattr(import_module("accel_state.devices"), function)(*args)
-
-
 def _row(
-    name: str,
-    backend: str | None,
-    label: DistributedType,
-    visible_devices_env: str | None,
-    plugin: str | None = None,
-    **row: Any,
+    name: str, backend: str, label: DistributedType, visible: str, plugin: str | None = None, **row: Any
 ) -> DeviceKind:
     """Create a row; its name is also the type of its devices, its namespace in torch and its RNG key."""
-    row = {"type": name, "rng_key": name, "probe": _asking("has_device", name, plugin), **row}
-    return DeviceKind(
-        name=name,
-        backend=backend,
-        distributed_type=label,
-        visible_devices_env=visible_devices_env,
-        plugin=plugin,
-        **row,
-    )
+    row = {"type": name, "rng_key": name, "visible_devices_env": visible, "plugin": plugin, **row}
+    return DeviceKind(name=name, backend=backend, distributed_type=label, **row)
 
 
-_CUDA: dict[str, Any] = {"probe": _asking("is_nvidia"), "least_torch": "2.11"}
-_ROCM: dict[str, Any] = {**_CUDA, "type": "cuda", "rng_key": "cuda", "probe": _asking("is_rocm_available")}
+_CUDA: dict[str, Any] = {"type": "cuda", "rng_key": "cuda", "least_torch": "2.11"}
 _HPU: dict[str, Any] = {"collectives_plugin": "habana_frameworks.torch.distributed.hccl"}
-_XLA: dict[str, Any] = {"runtime": "accel_state.xla_devices", "probe": _asking("has_xla")}
 
 KINDS: tuple[DeviceKind, ...] = (
     # First, since torch_npu's `transfer_to_npu` makes it look like CUDA.
     _row("npu", "hccl", DistributedType.MULTI_NPU, "ASCEND_RT_VISIBLE_DEVICES", "torch_npu"),
     _row("cuda", "nccl", DistributedType.MULTI_GPU, "CUDA_VISIBLE_DEVICES", **_CUDA),
-    _row("rocm", "nccl", DistributedType.MULTI_GPU, "HIP_VISIBLE_DEVICES", **_ROCM),  # RCCL has NCCL's name
+    _row("rocm", "nccl", DistributedType.MULTI_GPU, "HIP_VISIBLE_DEVICES", **_CUDA),  # RCCL has NCCL's name
     _row("xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK", least_torch="2.11"),
-    _row("mps", None, DistributedType.NO, None, rng_key=None, probe=_asking("is_mps_available")),
+    DeviceKind(name="mps", type="mps", backend=None, distributed_type=DistributedType.NO),
     _row("mlu", "cncl", DistributedType.MULTI_MLU, "MLU_VISIBLE_DEVICES", "torch_mlu"),
     _row("musa", "mccl", DistributedType.MULTI_MUSA, "MUSA_VISIBLE_DEVICES", "torch_musa"),
     _row("sdaa", "tccl", DistributedType.MULTI_SDAA, "SDAA_VISIBLE_DEVICES", "torch_sdaa"),
@@ -134,8 +127,10 @@ KINDS: tuple[DeviceKind, ...] = (
         "hpu", "hccl", DistributedType.MULTI_HPU, "HABANA_VISIBLE_MODULES", "habana_frameworks.torch", **_HPU
     ),
     _row("neuron", "neuron", DistributedType.MULTI_NEURON, "NEURON_RT_VISIBLE_CORES", "torch_neuronx"),
-    _row("xla", "xla", DistributedType.XLA, "TPU_VISIBLE_CHIPS", "torch_xla", **_XLA),
-    _row("cpu", "gloo", DistributedType.MULTI_CPU, None, rng_key=None, probe=_always),
+    _row(
+        "xla", "xla", DistributedType.XLA, "TPU_VISIBLE_CHIPS", "torch_xla", runtime="accel_state.xla_devices"
+    ),
+    DeviceKind(name="cpu", type="cpu", backend="gloo", distributed_type=DistributedType.MULTI_CPU),
 )
 """All families in probe order; the CPU, which always works, is last."""
 
@@ -156,28 +151,24 @@ def available_kind() -> DeviceKind:
         True
     """
     kind = next(kind for kind in KINDS if kind.probe())
-    unlisted = _unlisted_type() if kind is CPU else None
-    return kind if unlisted is None else _unlisted_kind(unlisted)
+    return kind if kind is not CPU else _unlisted_kind() or CPU
 
 
-def _unlisted_type() -> str | None:
-    torch = import_module("torch")
+def _unlisted_kind(device_type: str | None = None) -> Any:
+    """Create the family of torch's accelerator (of this type) if it has no row; `None` if there is none.
+
+    It has the label of a GPU, as clients of accel know no label of its own.
+    """
+    torch, dist = import_module("torch"), import_module("torch.distributed")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if device is None or any(device.type == kind.type for kind in KINDS) else device.type
-
-
-def _unlisted_kind(device_type: str) -> DeviceKind:
-    """Create the family of a device type that has no row. Clients of accel know no label of its own."""
-    dist = import_module("torch.distributed")
+    if device is None or device_type not in {None, device.type} or device.type in {k.type for k in KINDS}:
+        return None
     backends = dist.Backend.default_device_backend_map if dist.is_available() else {}
     return DeviceKind(
-        name=device_type,
-        type=device_type,
-        backend=backends.get(device_type),
+        name=device.type,
+        type=device.type,
+        backend=backends.get(device.type),
         distributed_type=DistributedType.MULTI_GPU,
-        visible_devices_env=None,
-        rng_key=None,
-        probe=_always,
     )
 
 
@@ -193,12 +184,12 @@ def kind_of(device: torch.device) -> DeviceKind:
         'gloo'
     """
     rows = [kind for kind in KINDS if kind.type == device.type]
-    if not rows and device.type == _unlisted_type():
-        return _unlisted_kind(device.type)
-    if not rows:
-        known = ", ".join(dict.fromkeys(kind.type for kind in KINDS))
-        raise ValueError(f"There is no device family for {str(device)!r}: known types are {known}.")
-    return next((kind for kind in rows if kind.probe()), rows[0])
+    if kind := next(
+        (kind for kind in rows if kind.probe()), rows[0] if rows else _unlisted_kind(device.type)
+    ):
+        return kind
+    known = ", ".join(dict.fromkeys(kind.type for kind in KINDS))
+    raise ValueError(f"There is no device family for {str(device)!r}: known types are {known}.")
 
 
 def runtime_module(device: torch.device) -> Any:

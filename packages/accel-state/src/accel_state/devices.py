@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state.device_kinds import BY_NAME, CPU, KINDS, DeviceKind, available_kind, kind_of
-from accel_state.environ import parse_flag_from_env, patch_environment
+from accel_state.environ import parse_flag_from_env
 from accel_state.errors import SettingsError
 from accel_state.libraries import ADA, is_torch_version
 
@@ -129,37 +129,14 @@ def get_current_device_type() -> tuple[str, str]:
     return kind.type, kind.distributed_type.value
 
 
-@functools.cache
 def is_cuda_available() -> bool:
     """Return whether torch can use an NVIDIA or AMD GPU; CUDA stays uninitialised, for forks."""
-    with patch_environment(pytorch_nvml_based_cuda_check="1"):
-        return torch.cuda.is_available()
-
-
-def is_nvidia() -> bool:
-    """Return whether torch can use an NVIDIA GPU."""
-    return torch.version.hip is None and is_cuda_available()
+    return BY_NAME["cuda"].probe() or BY_NAME["rocm"].probe()
 
 
 def is_rocm_available() -> bool:
     """Return whether torch can use an AMD GPU."""
-    return torch.version.hip is not None and is_cuda_available()
-
-
-@functools.cache
-def has_device(device_type: str, plugin: str | None = None) -> bool:
-    """Return whether torch can use a device of a type that has `torch.<type>.is_available()`.
-
-    Args:
-        device_type: Such as `"xpu"` or `"npu"`.
-        plugin: The package to import first where torch does not know the type by itself.
-    """
-    if plugin is not None and not hasattr(torch, device_type):
-        if find_spec(plugin.partition(".")[0]) is None:
-            return False
-        import_module(plugin)
-    namespace = getattr(torch, device_type, None)
-    return namespace is not None and bool(namespace.is_available())
+    return BY_NAME["rocm"].probe()
 
 
 def _question(name: str, device: str) -> Callable[..., bool]:
@@ -227,11 +204,6 @@ def is_habana_gaudi1() -> bool:
     return kind.probe() and kind.module.get_device_name().upper() == "GAUDI"
 
 
-def has_xla() -> bool:
-    """Return whether torch_xla is installed; it is not imported."""
-    return find_spec("torch_xla") is not None
-
-
 @functools.cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
     """Return whether torch_xla is installed; it is imported only to check for hardware.
@@ -245,10 +217,9 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """
     if check_is_tpu and check_is_gpu:
         raise SettingsError("is_torch_xla_available: choose one of check_is_tpu=True and check_is_gpu=True")
-    if not has_xla():
-        return False
-    wanted = {"TPU"} if check_is_tpu else {"GPU", "CUDA"} if check_is_gpu else None
-    return wanted is None or import_module("torch_xla.runtime").device_type() in wanted
+    if not BY_NAME["xla"].probe() or not (check_is_tpu or check_is_gpu):
+        return BY_NAME["xla"].probe()
+    return import_module("torch_xla.runtime").device_type() in ({"TPU"} if check_is_tpu else {"GPU", "CUDA"})
 
 
 def is_bf16_available(ignore_tpu: bool = False, *, device: torch.device | None = None) -> bool:
@@ -342,28 +313,18 @@ _SYSFS = Path("/sys/bus/pci/devices")
 def near_cores(address: str, devices: Path = _SYSFS) -> set[int]:
     """Return the cores near a device, by its PCI address (`"0000:3b:00.0"`); none if none are listed."""
     listing = devices / address / "local_cpulist"
-    return parse_cores(listing.read_text()) if listing.is_file() else set()
+    return set(_parse_cpu_list(listing.read_text())) if listing.is_file() else set()
 
 
-def parse_cores(text: str) -> set[int]:
-    """Parse a list of cores in the notation of the Linux kernel.
-
-    Example:
-        >>> sorted(parse_cores("0-3,8"))
-        [0, 1, 2, 3, 8]
-    """
-    cores: set[int] = set()
-    for span in filter(None, text.strip().split(",")):
-        first, _, last = span.partition("-")
-        cores.update(range(int(first), int(last or first) + 1))
-    return cores
-
-
-def _parse_cpu_list(cpu_list_str: str) -> list[int]:  # pyright: ignore[reportUnusedFunction] - programs call it
+def _parse_cpu_list(cpu_list_str: str) -> list[int]:
     """Parse a list of cores in the notation of the Linux kernel; return their numbers in order.
 
     Example:
         >>> _parse_cpu_list("0-2,8")
         [0, 1, 2, 8]
     """
-    return sorted(parse_cores(cpu_list_str))
+    cores: set[int] = set()
+    for span in filter(None, cpu_list_str.strip().split(",")):
+        first, _, last = span.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return sorted(cores)
