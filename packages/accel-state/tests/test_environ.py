@@ -9,7 +9,9 @@ from accel_state import environ
 from accel_state.environ import purge_accelerate_environment
 from accel_state.errors import SettingsError
 
-accelerate_variables = environ.accelerate_variables
+
+def accelerate_variables():
+    return {name for name in environ.read() if name.startswith("ACCELERATE_")}
 
 
 @pytest.mark.parametrize("text", ["y", "YES", "t", "True", "on", "1", " true "])

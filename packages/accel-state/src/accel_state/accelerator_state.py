@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from accel_state import environ
 from accel_state.devices import is_bf16_available
@@ -282,32 +282,6 @@ def _by_name(plugin: Any) -> Mapping[str, Any] | None:
     return {"default": plugin}
 
 
-class AccumulationPlugin(Protocol):
-    """The interface of `GradientAccumulationPlugin` that `GradientState` uses."""
-
-    num_steps: int | None
-    adjust_scheduler: bool
-    sync_with_dataloader: bool
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from the defaults."""
-        ...
-
-
-class Loader(Protocol):
-    """The interface by which a loader describes its last batch."""
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the last batch has been yielded."""
-        ...
-
-    @property
-    def remainder(self) -> int:
-        """Number of real samples in the last batch, over all ranks; -1 while unknown."""
-        ...
-
-
 @dataclass(slots=True)
 class AccumulationWindow:
     """The micro-batches since an optimizer step.
@@ -330,7 +304,8 @@ class GradientState:
     `Accelerator` that was used last.
 
     Args:
-        gradient_accumulation_plugin: How gradients accumulate; `None` leaves it as it is.
+        gradient_accumulation_plugin: A `GradientAccumulationPlugin`, how gradients accumulate; `None` leaves
+            it as it is.
 
     Attributes:
         sync_gradients (bool): Whether this step ends with synchronised gradients and an optimizer step.
@@ -360,7 +335,7 @@ class GradientState:
     accumulation: dict[str, Any]
     _loaders: list[weakref.ref[Any]]
 
-    def __init__(self, gradient_accumulation_plugin: AccumulationPlugin | None = None) -> None:
+    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
         self.__dict__ = self._shared_state
         if not self.initialized:
             self.__dict__.update(is_xla_gradients_synced=False, _loaders=[], accumulation={})
@@ -457,11 +432,11 @@ class GradientState:
         """Set whether this step synchronises gradients."""
         self.sync_gradients = sync_gradients
 
-    def _add_dataloader(self, dataloader: Loader) -> None:
-        """Make a loader the active one; only weak references to loaders are kept."""
+    def _add_dataloader(self, dataloader: Any) -> None:
+        """Make a loader, with `end_of_dataloader` and `remainder`, the active one, by a weak reference."""
         self._loaders.append(weakref.ref(dataloader, self._remove))
 
-    def _remove_dataloader(self, dataloader: Loader) -> None:
+    def _remove_dataloader(self, dataloader: Any) -> None:
         """Remove a loader, active or not; do nothing if it is not there."""
         loaders = self.__dict__.get("_loaders", [])  # none after a reset
         for index in range(len(loaders) - 1, -1, -1):

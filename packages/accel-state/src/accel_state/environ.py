@@ -188,16 +188,6 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def accelerate_variables() -> set[str]:
-    """Return the names of this process's variables that begin with `ACCELERATE_`."""
-    return set(accelerate_values())
-
-
-def accelerate_values() -> dict[str, str]:
-    """Return this process's variables that begin with `ACCELERATE_`."""
-    return {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
-
-
 def remove(names: Iterable[str]) -> None:
     """Remove variables of this process, if they are set."""
     for name in names:
@@ -222,18 +212,18 @@ def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
     """
     if not isinstance(func_or_cls, type):
         return cast("_Decorated", _purging(func_or_cls))
-    _purge_methods(func_or_cls)
-    hook = vars(func_or_cls).get("__init_subclass__")
+    decorated: Any = func_or_cls
+    _purge_methods(decorated)
+    hook = vars(decorated).get("__init_subclass__") or classmethod(
+        lambda cls, **kwargs: super(decorated, cls).__init_subclass__(**kwargs)
+    )
 
     def purge_subclass(cls: type, **kwargs: Any) -> None:
-        if hook is None:
-            super(func_or_cls, cls).__init_subclass__(**kwargs)
-        else:
-            hook.__func__(cls, **kwargs)
+        hook.__func__(cls, **kwargs)
         _purge_methods(cls)
 
-    setattr(func_or_cls, "__init_subclass__", classmethod(purge_subclass))  # noqa: B010 - no stub knows it
-    return cast("_Decorated", func_or_cls)
+    decorated.__init_subclass__ = classmethod(purge_subclass)
+    return decorated
 
 
 def _purge_methods(cls: type) -> None:
@@ -247,13 +237,12 @@ def _purge_methods(cls: type) -> None:
 
 @contextmanager
 def _purged() -> Generator[None]:
-    before = accelerate_values()
+    before = read()
     try:
         yield
     finally:
-        now = accelerate_variables()
-        remove(now - before.keys())
-        publish({name: before[name] for name in now & before.keys()})
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            os.environ.pop(name) if name not in before else publish({name: before[name]})
 
 
 def _purging(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from types import ModuleType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from accel_state.errors import SettingsError, UnsupportedError, did_you_mean
 from accel_state.frozen import frozen
@@ -148,21 +148,12 @@ def _entry_points_on(_folders: tuple[str, ...]) -> Any:  # reading 300 distribut
     return entry_points()
 
 
-class Named(Protocol):
-    """A row of a table."""
-
-    @property
-    def name(self) -> str:
-        """The name under which it is registered."""
-        ...
-
-
-Row = TypeVar("Row", bound=Named)
+Row = TypeVar("Row")
 
 
 @frozen
 class Registry(Generic[Row]):
-    """A table of built-in rows and rows of installed distributions.
+    """A table of built-in rows and rows of installed distributions, which have a `name`.
 
     A distribution adds a row with `[project.entry-points."GROUP"] name = "module:ROW"`.
 

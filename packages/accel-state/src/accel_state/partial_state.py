@@ -416,13 +416,10 @@ class PartialState(SharedState):
     ) -> None:
         label: DistributedType | None = None
         if type(self)._prepare_backend is not _prepare_backend:
-            asked = (cpu, False, options.get("backend"))  # as Accelerate calls it
-            replaced = self._prepare_backend(*asked)
-            if replaced != _prepare_backend(self, *asked):
-                backend, label = replaced
-                options = {**options, "backend": backend}
-                if label == "NO":  # one process, whatever a launcher says
-                    variables, options = {}, {}
+            backend, label = self._prepare_backend(cpu, False, options.get("backend"))  # noqa: FBT003 - as Accelerate does
+            options = {**options, "backend": backend}
+            if label == "NO":  # one process, whatever a launcher says
+                variables, options = {}, {}
         started = runtime.init(settings, variables, cpu=cpu, **options)
         topology = started.topology
         if settings.process.cpu_affinity:
@@ -467,7 +464,7 @@ class PartialState(SharedState):
         label = distributed_type_of(
             "ddp" if several else "single", kind.distributed_type, topology.world_size
         )
-        return (backend or kind.backend) if several else None, label
+        return (backend or kind.group_backend) if several else None, label
 
     def __repr__(self) -> str:
         if not self._shared_state:

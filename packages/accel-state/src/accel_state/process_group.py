@@ -180,7 +180,7 @@ def clone_store(store: Any) -> Any:
 
 
 def absent_keys(store: Any, keys: Sequence[str]) -> list[str]:
-    """Return the keys that are not in a store: one request if none is absent, else about log(n) for each.
+    """Return the keys that are not in a store: one request if none is absent, else one for each.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -189,12 +189,7 @@ def absent_keys(store: Any, keys: Sequence[str]) -> list[str]:
         >>> absent_keys(store, ["0", "1", "2"])
         ['0', '2']
     """
-    if not keys or store.check(list(keys)):
-        return []
-    if len(keys) == 1:
-        return list(keys)
-    half = len(keys) // 2
-    return absent_keys(store, keys[:half]) + absent_keys(store, keys[half:])
+    return [] if not keys or store.check([*keys]) else [key for key in keys if not store.check([key])]
 
 
 def get_all(store: Any, keys: Sequence[str]) -> list[bytes]:

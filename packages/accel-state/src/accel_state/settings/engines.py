@@ -95,9 +95,7 @@ class DeepSpeedSettings:
         ask_if=_without_file,
     )
     offload_optimizer_device: str | None = _deepspeed_row(
-        "Device for offloaded optimizer state (none: no offloading).",
-        choices=_DEVICES,
-        ask_if=_is_zero,
+        "Device for offloaded optimizer state (none: no offloading).", choices=_DEVICES, ask_if=_is_zero
     )
     offload_param_device: str | None = _deepspeed_row(
         "With stage 3: device for offloaded parameters (none: no offloading).",
@@ -277,8 +275,7 @@ class FsdpSettings:
         ask_if=_first,
     )
     forward_prefetch: bool | None = _fsdp_row(
-        "Prefetch the next all-gather in the forward pass.",
-        ask_if=_first,
+        "Prefetch the next all-gather in the forward pass.", ask_if=_first
     )
     state_dict_type: str | None = _fsdp_row(
         "State dict type of checkpoints.",
@@ -464,26 +461,15 @@ class Fp8Settings:
     """How FP8 training works; the fields of the FP8 recipes."""
 
     backend: str | None = _fp8_row(
-        "FP8 backend: torchao, transformer-engine or MS-AMP.",
-        choices=_FP8_BACKENDS,
-        ask_if=_fp8_on,
+        "FP8 backend: torchao, transformer-engine or MS-AMP.", choices=_FP8_BACKENDS, ask_if=_fp8_on
     )
     use_autocast_during_eval: bool | None = _fp8_row(
         "TE: use FP8 in evaluation.", const="true", ask_if=_with("TE")
     )
-    margin: int | None = _fp8_row(
-        "TE: margin of the scaling factors.",
-        parse=integer(0),
-        ask_if=_with("TE"),
-    )
-    interval: int | None = _fp8_row(
-        "TE: steps between updates of the scaling factors.",
-        ask_if=_with("TE"),
-    )
+    margin: int | None = _fp8_row("TE: margin of the scaling factors.", parse=integer(0), ask_if=_with("TE"))
+    interval: int | None = _fp8_row("TE: steps between updates of the scaling factors.", ask_if=_with("TE"))
     fp8_format: str | None = _fp8_row(
-        "TE: FP8 format (HYBRID: E4M3 forward, E5M2 backward).",
-        choices=_FORMATS,
-        ask_if=_with("TE"),
+        "TE: FP8 format (HYBRID: E4M3 forward, E5M2 backward).", choices=_FORMATS, ask_if=_with("TE")
     )
     amax_history_len: int | None = _fp8_row(
         "TE: length of the amax history, in steps.",
@@ -504,8 +490,7 @@ class Fp8Settings:
         ask_if=_with("TE"),
     )
     use_mxfp8_block_scaling: bool | None = _fp8_row(
-        "TE: scale each block of 32 values separately (MXFP8).",
-        ask_if=_with("TE"),
+        "TE: scale each block of 32 values separately (MXFP8).", ask_if=_with("TE")
     )
     opt_level: str | None = _fp8_row(
         "MS-AMP: optimization level (O2: optimizer state in FP8 as well).",
@@ -517,8 +502,7 @@ class Fp8Settings:
         ask_if=lambda answers: _with("AO")(answers) and bool(answers("fsdp")),
     )
     pad_inner_dim: bool | None = _fp8_row(
-        "AO: pad the inner dim of matrices to a multiple of 16.",
-        ask_if=_with("AO"),
+        "AO: pad the inner dim of matrices to a multiple of 16.", ask_if=_with("AO")
     )
 
 
@@ -570,19 +554,15 @@ class ParallelismSettings:
     """The sizes of the axes of parallelism; the fields of `ParallelismConfig` and of its handlers."""
 
     dp_replicate_size: int | None = _parallelism_row(
-        "Replicated data-parallel size: number of replicas of the model.",
-        ask_if=_with_torch,
+        "Replicated data-parallel size: number of replicas of the model.", ask_if=_with_torch
     )
     dp_shard_size: int | None = _parallelism_row(
-        "Sharded data-parallel size: number of ranks that shard each replica (FSDP).",
-        ask_if=_with_torch,
+        "Sharded data-parallel size: number of ranks that shard each replica (FSDP).", ask_if=_with_torch
     )
     tp_size: int | None = _parallelism_row("Tensor-parallel size.", ask_if=_with_torch)
     cp_size: int | None = _parallelism_row("Context-parallel size (PyTorch).", ask_if=_with_torch)
     cp_backend: str | None = _parallelism_row(
-        "Implementation of context parallelism.",
-        choices=("torch",),
-        ask_if=None,
+        "Implementation of context parallelism.", choices=("torch",), ask_if=None
     )
     cp_comm_strategy: str | None = _parallelism_row(
         "Collective for exchanging keys and values.",
@@ -596,8 +576,7 @@ class ParallelismSettings:
         ask_if=None,
     )
     sp_seq_length_is_variable: bool | None = _parallelism_row(
-        "Whether sequence lengths vary between batches.",
-        ask_if=_ulysses_of_deepspeed,
+        "Whether sequence lengths vary between batches.", ask_if=_ulysses_of_deepspeed
     )
     sp_seq_length: int | None = _parallelism_row(
         "Sequence length in tokens.",
@@ -605,9 +584,7 @@ class ParallelismSettings:
         ask_if=_ulysses_of_deepspeed,
     )
     sp_attn_implementation: str | None = _parallelism_row(
-        "Attention implementation.",
-        choices=_ATTENTION,
-        ask_if=_ulysses_of_deepspeed,
+        "Attention implementation.", choices=_ATTENTION, ask_if=_ulysses_of_deepspeed
     )
     ep_size: int | None = _parallelism_row(
         "Expert-parallel size: number of ranks across which a layer's experts are sharded.",
@@ -624,8 +601,7 @@ class ParallelismSettings:
     )
     pp_stages_per_rank: int | None = _parallelism_row("Pipeline stages per rank.", ask_if=None)
     pp_split_points: str | None = _parallelism_row(
-        "First module of each stage but the first, separated by commas.",
-        ask_if=None,
+        "First module of each stage but the first, separated by commas.", ask_if=None
     )
 
 

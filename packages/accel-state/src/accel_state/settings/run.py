@@ -88,17 +88,13 @@ class LaunchSettings:
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") != "NO",
     )
     min_machines: int | None = _row(
-        "Continue with at least this many nodes when others leave; needs a rendezvous that is not static.",
+        "Continue with at least this many nodes when others leave; needs a rendezvous that is not static."
     )
     machine_rank: int = _row(
-        "Rank of this node, counted from 0.",
-        default=0,
-        parse=integer(0),
-        ask_if=several_machines,
+        "Rank of this node, counted from 0.", default=0, parse=integer(0), ask_if=several_machines
     )
     main_process_ip: str | None = _row(
-        "IP address or host name of node 0, which runs rank 0.",
-        ask_if=several_machines,
+        "IP address or host name of node 0, which runs rank 0.", ask_if=several_machines
     )
     main_process_port: int | None = _row(
         "TCP port of the rendezvous on node 0; 0 picks a free one, with a single node.",
@@ -111,12 +107,9 @@ class LaunchSettings:
         question="Which rendezvous backend do you want? (static: fixed node ranks; c10d: any order)",
         ask_if=several_machines,
     )
-    rdzv_conf: str | None = _row(
-        "Extra rendezvous options, as key=value,key=value.",
-    )
+    rdzv_conf: str | None = _row("Extra rendezvous options, as key=value,key=value.")
     same_network: bool = _row(
-        "Whether the nodes share a network. Kept for Accelerate's config files; has no effect.",
-        default=False,
+        "Whether the nodes share a network. Kept for Accelerate's config files; has no effect.", default=False
     )
     gpu_ids: str | None = _row(
         "Devices of this machine to use, such as 0,1 (default: all).",
@@ -128,17 +121,13 @@ class LaunchSettings:
         ),
     )
     num_cpu_threads_per_process: int | None = _row(
-        "Threads per process (OMP_NUM_THREADS); by default, the processes share the cores.",
+        "Threads per process (OMP_NUM_THREADS); by default, the processes share the cores."
     )
     max_restarts: int = _row(
-        "How many times to restart a failed group of workers.",
-        default=0,
-        parse=integer(0),
+        "How many times to restart a failed group of workers.", default=0, parse=integer(0)
     )
     monitor_interval: float = _row(
-        "Seconds between checks of the workers.",
-        default=0.1,
-        parse=number(0, of="seconds"),
+        "Seconds between checks of the workers.", default=0.1, parse=number(0, of="seconds")
     )
     shutdown_timeout: int | None = _row(
         "Seconds between a signal and killing the processes; torch's default is 30."
@@ -151,10 +140,7 @@ class LaunchSettings:
     log_dir: str | None = _row("Folder for the workers' log files.")
     role: str = _row("Role of the workers, shown in logs.", default="default")
     module: bool = _row(
-        "Run the script as a module, like python -m.",
-        default=False,
-        flags=("-m", "--module"),
-        key=None,
+        "Run the script as a module, like python -m.", default=False, flags=("-m", "--module"), key=None
     )
     no_python: bool = _row("The script is an executable; run it without Python.", default=False, key=None)
     quiet: bool = _row(
@@ -207,8 +193,7 @@ class ProcessSettings:
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") != "NO",
     )
     torch_device: str | None = setting(
-        help="Device to use, such as cuda:1, instead of the local rank's.",
-        variable="ACCELERATE_TORCH_DEVICE",
+        help="Device to use, such as cuda:1, instead of the local rank's.", variable="ACCELERATE_TORCH_DEVICE"
     )
     cpu_affinity: bool = setting(
         help="Pin each process to the CPU cores near its device (NVIDIA only).",
@@ -225,13 +210,10 @@ class ProcessSettings:
         variable="ACCELERATE_NAME_STRAGGLERS",
     )
     enable_rich: bool = setting(
-        help="Show tracebacks with rich.",
-        default=False,
-        variable="ACCELERATE_ENABLE_RICH",
+        help="Show tracebacks with rich.", default=False, variable="ACCELERATE_ENABLE_RICH"
     )
     as_accelerate: bool = plain(
-        "Make `import accelerate` resolve to accel, in libraries as well; needs accel-compat.",
-        default=False,
+        "Make `import accelerate` resolve to accel, in libraries as well; needs accel-compat.", default=False
     )
 
 
@@ -288,11 +270,7 @@ def _slurm_time(text: str) -> str:
 
 
 def _of_cluster(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
-    return setting(
-        lambda field: {"flags": (f"--{field}",), "key": f"cluster.{field}"},
-        help=help,
-        **more,
-    )
+    return setting(lambda field: {"flags": (f"--{field}",), "key": f"cluster.{field}"}, help=help, **more)
 
 
 @documented
@@ -462,19 +440,13 @@ class SageMakerSettings:
         "Custom container image.", question="URI of a custom container image? (empty: the default image)"
     )
     pytorch_version: str = _sagemaker(
-        "PyTorch version of the default image.",
-        default="1.10.2",
-        ask_if=_usual_container,
+        "PyTorch version of the default image.", default="1.10.2", ask_if=_usual_container
     )
     transformers_version: str = _sagemaker(
-        "transformers version of the default image.",
-        default="4.17.0",
-        ask_if=_usual_container,
+        "transformers version of the default image.", default="4.17.0", ask_if=_usual_container
     )
     py_version: str = _sagemaker(
-        "Python version of the default image, such as py310.",
-        default="py38",
-        ask_if=_usual_container,
+        "Python version of the default image, such as py310.", default="py38", ask_if=_usual_container
     )
     base_job_name: str = _sagemaker("Base name of jobs.", default="accelerate-sagemaker-1")
     sagemaker_inputs_file: str | None = _sagemaker(
@@ -492,14 +464,10 @@ class SageMakerSettings:
         ask_if=None,
     )
     aws_access_key_id: str | None = setting(
-        help="AWS access key ID, instead of a profile.",
-        flags=("--aws_access_key_id",),
-        repr=False,
+        help="AWS access key ID, instead of a profile.", flags=("--aws_access_key_id",), repr=False
     )
     aws_secret_access_key: str | None = setting(
-        help="AWS secret access key.",
-        flags=("--aws_secret_access_key",),
-        repr=False,
+        help="AWS secret access key.", flags=("--aws_secret_access_key",), repr=False
     )
 
 
@@ -538,8 +506,7 @@ class TrainingSettings:
         ask_if=lambda answers: bool(answers("deepspeed")) and not answers("deepspeed.hf_ds_config"),
     )
     strategy: str | None = plain(
-        "Training strategy, by name; auto chooses the first that applies.",
-        parse=optional(str, "auto", ""),
+        "Training strategy, by name; auto chooses the first that applies.", parse=optional(str, "auto", "")
     )
     loss_chunk_size: int | None = plain(
         "Compute a causal language model's loss this many tokens at a time, without storing all logits.",
