@@ -12,8 +12,9 @@ import pytest
 
 from accel_cli.commands.selftest import CHECK_NAMES
 from accel_cli.config_file import read_config
-from accel_cli.launch.checks import LaunchFacts, find_launch_problems
+from accel_cli.launch.checks import find_launch_problems
 from accel_cli.launch.hosts import HostDevices
+from accel_cli.launch.plan import LaunchPlan
 from accel_state.settings import merge_layers
 from harness.checks import Checked, run_checks
 
@@ -248,7 +249,7 @@ def test_a_config_template_is_valid_and_fits_its_machine(template):
     launch = merged.settings.launch
     gpus = (launch.num_processes or 1) // launch.num_machines
     machine = HostDevices(gpus=gpus, cores=64, capability=lambda: (9, 0))
-    assert find_launch_problems(LaunchFacts(merged=merged, machine=machine, environ={})) == []
+    assert find_launch_problems(LaunchPlan(merged=merged, machine=machine, environ={})) == []
 
 
 FINISHED = """\

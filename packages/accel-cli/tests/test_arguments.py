@@ -102,24 +102,24 @@ def test_random_words_are_read_or_refused_with_a_sentence_or_ask_for_help(line):
 
 
 def values(*line):
-    return {path: one.value for path, one in read_arguments(line).sourced.items()}
+    return {path: one.value for path, one in read_arguments(line).settings.items()}
 
 
 def test_flags_are_read_up_to_the_script_and_the_rest_is_the_scripts():
     read = read_arguments(
         ["--cpu", "--num_processes", "2", "train.py", "--cpu", "--help", "--num_processes", "x"]
     )
-    assert {path: one.value for path, one in read.sourced.items()} == {
+    assert {path: one.value for path, one in read.settings.items()} == {
         "process.use_cpu": True,
         "launch.num_processes": 2,
     }
     assert read.script == "train.py"
-    assert read.script_arguments == ("--cpu", "--help", "--num_processes", "x")
+    assert read.script_arguments == ["--cpu", "--help", "--num_processes", "x"]
 
 
 @given(st.lists(st.text()))
 def test_whatever_follows_the_script_is_handed_over_untouched(rest):
-    assert read_arguments(["--num_machines=1", "train.py", *rest]).script_arguments == tuple(rest)
+    assert read_arguments(["--num_machines=1", "train.py", *rest]).script_arguments == rest
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_short_flag_takes_its_value_joined_or_not(line):
 
 def test_two_dashes_end_the_flags():
     read = read_arguments(["--cpu", "--", "--odd-name.py", "--cpu"])
-    assert (read.script, read.script_arguments) == ("--odd-name.py", ("--cpu",))
+    assert (read.script, read.script_arguments) == ("--odd-name.py", ["--cpu"])
 
 
 def test_a_switch_of_a_file_can_be_turned_off():
@@ -151,7 +151,7 @@ def test_a_switch_of_a_file_can_be_turned_off():
 
 
 def test_every_value_remembers_the_argument_that_gave_it():
-    given_value = read_arguments(["--mixed-precision", "bf16", "train.py"]).sourced[
+    given_value = read_arguments(["--mixed-precision", "bf16", "train.py"]).settings[
         "precision.mixed_precision"
     ]
     assert (given_value.layer, given_value.origin) == (Layer.ARGUMENT, "argument --mixed-precision")
@@ -159,7 +159,7 @@ def test_every_value_remembers_the_argument_that_gave_it():
 
 def test_the_config_file_is_no_setting():
     read = read_arguments(["--config_file", "run.yaml", "train.py"])
-    assert (read.config_file, dict(read.sourced)) == ("run.yaml", {})
+    assert (read.config_file, dict(read.settings)) == ("run.yaml", {})
 
 
 @pytest.mark.parametrize(

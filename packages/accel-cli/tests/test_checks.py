@@ -20,7 +20,7 @@ from accel_state.settings.model import BY_KEY, BY_VARIABLE
 
 def plan(*line, environ=None, file=None, gpus=4, **machine):
     read = read_arguments([*line, "train.py"])
-    merged = merge_sources(read.sourced, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
+    merged = merge_sources(read.settings, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
     return make_plan(
         merged, read.script, read.script_arguments, environ or {}, HostDevices(gpus=gpus, cores=8, **machine)
     )

@@ -27,7 +27,7 @@ FOUR_GPUS = HostDevices(gpus=4, cores=8)
 
 def plan(*line, environ=None, file=None, machine=NO_GPU):
     read = read_arguments([*line, "train.py", "--lr", "1"])
-    merged = merge_layers(read.sourced, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
+    merged = merge_layers(read.settings, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
     return make_plan(merged, read.script, read.script_arguments, environ or {}, machine)
 
 
@@ -214,22 +214,18 @@ def test_devices_of_another_kind_are_launched_as_gpus_are(line, file, processes,
 
 
 def test_one_process_is_the_same_interpreter_with_the_script():
-    assert launchers.simple_command(plan()).command == (sys.executable, "train.py", "--lr", "1")
-    assert launchers.simple_command(plan("-m")).command == (sys.executable, "-m", "train.py", "--lr", "1")
+    assert launchers.simple_words(plan()) == [sys.executable, "train.py", "--lr", "1"]
+    assert launchers.simple_words(plan("-m")) == [sys.executable, "-m", "train.py", "--lr", "1"]
 
 
 def test_a_program_is_looked_up_on_the_path_of_the_worker(tmp_path):
     program = tmp_path / "train.py"
     environ = {"PATH": str(tmp_path)}
     with pytest.raises(SettingsError, match=r"'train\.py'"):
-        launchers.simple_command(plan("--no_python", environ=environ))
+        launchers.simple_words(plan("--no_python", environ=environ))
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    assert launchers.simple_command(plan("--no_python", environ=environ)).command == (
-        str(program),
-        "--lr",
-        "1",
-    )
+    assert launchers.simple_words(plan("--no_python", environ=environ)) == [str(program), "--lr", "1"]
 
 
 def test_one_process_gets_the_rendezvous_of_the_arguments():
@@ -301,8 +297,10 @@ def test_several_machines_agree_on_a_port_that_nobody_chose():
 
 
 def test_a_script_that_is_not_there_starts_nothing():
-    with pytest.raises(SettingsError, match=r"'train\.py'"):
-        launchers.torchrun_command(plan("--num_processes", "2"))
+    for line in ([], ["--num_processes", "2"]):
+        made = plan(*line)
+        with pytest.raises(SettingsError, match=r"'train\.py'"):
+            made.row.run(made)
 
 
 def requested_port(asked, free, **kwargs):
@@ -380,10 +378,9 @@ def test_quiet_reaches_the_launcher_of_the_workers(tmp_path, monkeypatch):
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     loud, quiet = (
-        launchers.torchrun_command(plan("--num_processes", "2", *line)).command for line in ([], ["--quiet"])
+        launchers.torchrun_words(plan("--num_processes", "2", *line)) for line in ([], ["--quiet"])
     )
-    assert loud[:3] == (sys.executable, "-m", "accel_cli.launch.elastic")
-    assert (loud[3].startswith("--nproc"), quiet[3]) == (True, "--quiet")
+    assert (loud[0].startswith("--nproc"), quiet[0]) == (True, "--quiet")
 
 
 def test_as_accelerate_puts_the_alias_first_on_the_path_of_workers():
@@ -411,8 +408,8 @@ def test_modules_that_fsdp_ignores_come_from_a_config_file_as_in_accelerate():
 def explained(monkeypatch, tmp_path, capsys):
     """Run the command in a given environment, where becoming anything is a failure, and give what it says."""
 
-    def become(job):
-        raise AssertionError(job)
+    def become(words, environ):
+        raise AssertionError(words)
 
     def explain(*line, environ=None, file=None):
         outside = {"HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "HOME": "/root", **(environ or {})}
@@ -425,7 +422,7 @@ def explained(monkeypatch, tmp_path, capsys):
         assert told.err == ""
         return told.out
 
-    monkeypatch.setattr(command, "become", become)
+    monkeypatch.setattr(launchers, "become", become)
     return explain
 
 

@@ -33,14 +33,14 @@ from accel_state.settings import from_environ, merge_layers, parse_file
 
 def plan_of(*line, script="My_train.py", words=(), file=None):
     read = read_arguments(["--launcher", "kubeflow", *line, "--", script, *words])
-    merged = merge_layers(read.sourced, parse_file(file or {}, "run.yaml"))
+    merged = merge_layers(read.settings, parse_file(file or {}, "run.yaml"))
     return make_plan(merged, read.script, read.script_arguments, {}, HostDevices(gpus=0, cores=4))
 
 
 def job_of(*line, **more):
     """Return what a dry run prints; a model of Kubernetes has read it and given all of it back."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    job = yaml.safe_load(kubeflow.dry_run(plan_of("--image", "me/train:1", *line, **more)))
+    job = yaml.safe_load(kubeflow.show(plan_of("--image", "me/train:1", *line, **more)))
     model = {"TrainJob": models.TrainerV1alpha1TrainJob, "JobSet": models.JobsetV1alpha2JobSet}[job["kind"]]
     assert model.from_dict(job).to_dict() == job
     return job
@@ -59,7 +59,7 @@ def test_a_train_job_has_the_nodes_the_command_and_the_queue():
             "numNodes": 2,
             "numProcPerNode": 8,
             "command": [
-                "accel", "launch", "--mixed_precision=bf16", "--max_restarts=3", "--launcher=auto",
+                "accel", "launch", "--launcher=auto", "--max_restarts=3",
                 "--", "My_train.py", "--lr", "$$(HOME) a",
             ],
             "env": job["spec"]["trainer"]["env"],
@@ -75,7 +75,7 @@ def test_a_job_set_brings_the_variables_that_a_runtime_would_set():
     node = replicated["template"]["spec"]
     assert (node["completionMode"], node["completions"], node["parallelism"]) == ("Indexed", 2, 2)
     (container,) = node["template"]["spec"]["containers"]
-    assert container["command"] == ["accel", "launch", "--cpu", "--launcher=auto", "--", "My_train.py"]
+    assert container["command"] == ["accel", "launch", "--launcher=auto", "--", "My_train.py"]
     environ = {item["name"]: item["value"] for item in container["env"] if "value" in item}
     assert from_environ(environ).process.use_cpu
     read = parse_torchrun(environ)
@@ -95,10 +95,10 @@ def test_a_job_has_a_name_that_a_service_may_have(script):
 
 def test_a_job_needs_an_image_and_its_own_flags(tmp_path, monkeypatch, capsys):
     with pytest.raises(SettingsError, match="--launcher kubeflow runs a container: pass --image"):
-        kubeflow.dry_run(plan_of())
+        kubeflow.show(plan_of())
     read = read_arguments(["--queue", "mine", "train.py"])
     with pytest.raises(SettingsError, match=r"--queue only applies to cluster jobs: add --launcher kubeflow"):
-        make_plan(merge_layers(read.sourced), "train.py", (), {}, HostDevices(gpus=0, cores=4))
+        make_plan(merge_layers(read.settings), "train.py", (), {}, HostDevices(gpus=0, cores=4))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     assert main(["launch", "--launcher", "kubeflow", "--image", "x", "--dry_run", "train.py"]) == 0

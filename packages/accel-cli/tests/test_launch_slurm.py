@@ -16,14 +16,14 @@ from accel_cli.launch.command import make_plan
 from accel_cli.launch.hosts import HostDevices
 from accel_cli.main import main
 from accel_state.errors import SettingsError
-from accel_state.settings import merge_layers
+from accel_state.settings import merge_layers, parse_environ, parse_file
 
 
 def script_of(*line, script="train.py", words=(), environ=None):
     read = read_arguments(["--launcher", "slurm", *line, script, *words])
-    merged = merge_layers(read.sourced)
+    merged = merge_layers(read.settings)
     plan = make_plan(merged, read.script, read.script_arguments, environ or {}, HostDevices(gpus=0, cores=4))
-    return slurm.batch_script(plan)
+    return slurm.show(plan)
 
 
 def directives(text):
@@ -39,16 +39,17 @@ def test_a_job_asks_for_its_nodes_and_runs_one_command_on_each():
     step = next(line for line in text.splitlines() if line.startswith("srun "))
     assert shlex.split(step) == [
         "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--label",
-        sys.executable, "-m", "accel_cli", "launch", "--mixed_precision=bf16", "--launcher=auto",
+        sys.executable, "-m", "accel_cli", "launch", "--launcher=auto",
         "--num_machines=2", "--num_processes=16", "--", "train.py",
     ]  # fmt: skip
+    assert "\nexport ACCELERATE_MIXED_PRECISION=bf16\n" in text
 
 
 def test_a_job_that_is_started_again_gets_the_time_to_save():
     text = script_of("--max_restarts", "3", "--cpu")
     assert directives(text)[-2:] == ["--requeue", "--signal=TERM@120"]
     assert '[ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]' in text
-    assert "--cpu --shutdown_timeout=110 --launcher=auto" in text
+    assert "--launcher=auto --shutdown_timeout=110 " in text
 
 
 def test_options_of_sbatch_come_last_and_are_checked():
@@ -67,17 +68,23 @@ def test_words_of_the_script_reach_it_unchanged(words):
     assert (passed[-len(words) - 2 :], end) == (["--", "a b;$(id).py", *words], "")
 
 
-def test_flags_reach_the_nodes_as_they_were_given():
+def test_settings_reach_the_nodes_as_they_were_given():
     line = ["--use_fsdp", "--fsdp_version=2", "--no_debug", "-m", "--tee", "3", "--num_processes", "2"]
-    read = read_arguments(["--launcher", "slurm", *line, "pkg"])
-    step = next(row for row in script_of(*line, script="pkg").splitlines() if row.startswith("srun "))
+    file = {"debug": True, "gradient_accumulation_steps": 4, "role": "trainer", "launcher": "slurm"}
+    read = read_arguments([*line, "pkg"])
+    merged = merge_layers(read.settings, parse_file(file, "run.yaml"))
+    text = slurm.show(make_plan(merged, "pkg", (), {}, HostDevices(gpus=0, cores=4)))
+    exports = shlex.split(text.partition("\nsrun ")[0], comments=True)
+    variables = dict(word.split("=", 1) for word in exports if "=" in word and word[0] != "-")
+    step = next(row for row in text.splitlines() if row.startswith("srun "))
     words = shlex.split(step)
     again = read_arguments(words[words.index("launch") + 1 :])
-    assert {path: value.value for path, value in again.sourced.items()} == {
-        **{path: value.value for path, value in read.sourced.items()},
-        "launch.launcher": "auto", "launch.num_machines": 1,
-    }  # fmt: skip
-    assert again.script == "pkg"
+    on_node = merge_layers(again.settings, parse_environ(variables), parse_file(file, "run.yaml")).settings
+    assert (on_node.fsdp.fsdp_version, on_node.training.gradient_accumulation_steps) == (2, 4)
+    assert not on_node.process.debug, "also where the node has the file"
+    launch = on_node.launch
+    assert (launch.tee, launch.role, launch.num_processes, launch.launcher) == ("3", "trainer", 2, "auto")
+    assert (again.script, launch.module) == ("pkg", True)
 
 
 def test_jobs_that_cannot_be_are_refused():
@@ -93,7 +100,7 @@ def test_jobs_that_cannot_be_are_refused():
     with pytest.raises(
         SettingsError, match="--gpus_per_node only applies to cluster jobs: add --launcher slurm"
     ):
-        make_plan(merge_layers(read.sourced), "train.py", (), {}, HostDevices(gpus=0, cores=4))
+        make_plan(merge_layers(read.settings), "train.py", (), {}, HostDevices(gpus=0, cores=4))
 
 
 def test_a_dry_run_prints_the_script_and_needs_no_slurm(tmp_path, monkeypatch, capsys):

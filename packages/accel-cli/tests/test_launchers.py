@@ -24,7 +24,6 @@ from accel_cli.interview import HostInfo, suggest_answer
 from accel_cli.launch import deepspeed_hosts, launchers, sagemaker, xla_workers
 from accel_cli.launch.command import explain, make_plan, parse_nodes, probe_host
 from accel_cli.launch.hosts import HostDevices
-from accel_cli.launch.launchers import run_program
 from accel_cli.launch.sagemaker import hyperparameters
 from accel_cli.main import main
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
@@ -39,7 +38,7 @@ def plan(*line, environ=None, file=None, machine=EIGHT, script="train.py"):
     read = read_arguments([*line, script, "--lr", "1"])
     outside = environ or {}
     merged = merge_layers(
-        read.sourced, parse_environ(outside), parse_nodes(outside), parse_file(file or {}, "run.yaml")
+        read.settings, parse_environ(outside), parse_nodes(outside), parse_file(file or {}, "run.yaml")
     )
     return make_plan(merged, read.script, read.script_arguments, outside, machine)
 
@@ -79,8 +78,10 @@ def test_each_kind_of_mpirun_gets_its_own_flags(version, expected, script):
     line = ["--mpirun_hostfile", "hosts", "--num_processes", "4", "--num_machines", "2"]
     made = plan(*line, file={"distributed_type": "MULTI_CPU"}, script=script)
     assert made.runner == "mpirun"
-    environ = {**made.environ, "MASTER_ADDR": "n1"}
-    words = launchers.mpi_arguments(made, environ, is_open=launchers.is_open_mpi(version))
+    assert made.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}
+    environ = {name: value for name, value in made.environ.items() if name != "MASTER_PORT"}
+    made = replace(made, environ={**environ, "MASTER_ADDR": "n1"})
+    words = launchers.mpi_arguments(made, is_open=launchers.is_open_mpi(version))
     end = words.index(sys.executable)
     assert words[:end] == expected
     assert words[end:] == [sys.executable, "-m", "accel_cli.launch.worker", "--aloud", script, "--lr", "1"]
@@ -118,9 +119,7 @@ def test_an_unknown_mpirun_is_named():
 
 def test_without_mpirun_the_message_names_it(script):
     with pytest.raises(MissingDependencyError, match="mpirun_hostfile requests mpirun"):
-        launchers.mpi_command(
-            plan("--mpirun_hostfile", "hosts", "--cpu", script=script, environ={"PATH": ""})
-        )
+        launchers.mpi_words(plan("--mpirun_hostfile", "hosts", "--cpu", script=script, environ={"PATH": ""}))
 
 
 HOSTS = ["--use_deepspeed", "--deepspeed_hostfile", "hosts", "--num_machines", "2"]
@@ -141,7 +140,7 @@ HOSTS = ["--use_deepspeed", "--deepspeed_hostfile", "hosts", "--num_machines", "
 def test_a_hostfile_is_handed_to_deepspeeds_launcher(line, expected):
     made = plan(*HOSTS, *line, "--zero_stage", "3", machine=replace(EIGHT, hosts={"a": 8, "b": 4}))
     assert (made.runner, made.launch.num_processes) == ("deepspeed", 12)
-    words = launchers.deepspeed_arguments(made, 1234)
+    words = launchers.deepspeed_words(made)
     assert words[-3:] == ["train.py", "--lr", "1"]
     assert {*expected, ("--hostfile", "hosts")} <= {*pairs(words)}
     assert {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_ZERO_STAGE"} <= {
@@ -305,14 +304,14 @@ def test_a_number_of_processes_that_the_launcher_did_not_start_is_refused():
 def test_secrets_are_neither_shown_nor_arguments(script):
     more = {"environment": {"WANDB_API_KEY": "s3cr3t", "WANDB_PROJECT": "x"}}
     made = plan(file={**CLOUD, "additional_args": more}, script=script)
-    job = sagemaker.sagemaker_command(made)
-    told = job.call.args[0]["estimator"]["environment"]
+    told = sagemaker.job_request(made)["estimator"]["environment"]
     assert told["WANDB_API_KEY"] == "s3cr3t"
     assert told["ACCELERATE_USE_SAGEMAKER"] == "true", "merged, not replaced"
-    shown = "\n".join(map(str, explain(made, job, {})))
+    shown = "\n".join(map(str, explain(made, {})))
+    assert "WANDB_PROJECT" in shown
     assert "s3cr3t" not in shown
     token = replace(plan(), script_arguments=("--hub_token", "abcdef"))
-    shown = "\n".join(map(str, explain(token, launchers.command_of_plan(replace(token, script=script)), {})))
+    shown = "\n".join(map(str, explain(token, {})))
     assert "abcdef" not in shown
 
 
@@ -419,13 +418,8 @@ def test_one_process_drives_a_tpu_machine_where_the_compiler_shards(tmp_path):
     file = {"distributed_type": "XLA", "fsdp_config": {"xla": True, "xla_fsdp_v2": True}}
     made = plan(file=file, script=str(tmp_path / "train.py"))
     assert made.runner == "xla_spmd"
-    assert made.launcher.explain.startswith("one process drives all chips")
-    assert launchers.command_of_plan(made).command[1:5] == (
-        "-m",
-        "accel_cli.launch.xla_workers",
-        "one",
-        "main",
-    )
+    assert made.row.explain.startswith("one process drives all chips")
+    assert "-m accel_cli.launch.xla_workers one main " in made.row.show(made)
 
 
 CLOUD = {
@@ -441,8 +435,7 @@ def test_a_job_of_sagemaker_has_the_arguments_of_the_estimator(script, tmp_path)
     metrics.write_text("metric_name\tmetric_regex\nloss\tloss=([0-9.]+)\n")
     file = {**CLOUD, "sagemaker_inputs_file": str(inputs), "sagemaker_metrics_file": str(metrics)}
     made = plan("--aws_access_key_id", "id", "--aws_secret_access_key", "hush", file=file, script=script)
-    job = sagemaker.sagemaker_command(made)
-    (told,) = job.call.args
+    told = sagemaker.job_request(made)
     assert told["inputs"] == {"train": "s3://bucket/train"}
     estimator = told["estimator"]
     assert from_environ(estimator.pop("environment")).precision.mixed_precision == "fp16"
@@ -454,26 +447,31 @@ def test_a_job_of_sagemaker_has_the_arguments_of_the_estimator(script, tmp_path)
         "hyperparameters": {"lr": 1}, "metric_definitions": [{"Name": "loss", "Regex": "loss=([0-9.]+)"}],
         "volume_size": 100,
     }  # fmt: skip
-    assert "hush" not in " ".join(job.command)
-    assert job.environ["AWS_SECRET_ACCESS_KEY"] == "hush"
-    assert (job.environ["AWS_PROFILE"], job.environ["AWS_DEFAULT_REGION"]) == ("research", "us-east-1")
+    assert "hush" not in made.row.show(made)
 
 
-def test_a_job_of_sagemaker_is_started_with_what_was_planned():
+def test_a_job_of_sagemaker_is_started_with_what_was_planned(script, monkeypatch):
     seen = []
 
     class HuggingFace:
         def __init__(self, **arguments):
-            seen.append(arguments)
+            seen.append((arguments["role"], os.environ["AWS_SECRET_ACCESS_KEY"], os.environ["AWS_PROFILE"]))
 
         def fit(self, inputs):
             seen.append(inputs)
 
-    sagemaker.start_job(
-        {"estimator": {"role": "r"}, "inputs": None},
-        {"sagemaker.huggingface": SimpleNamespace(HuggingFace=HuggingFace)}.__getitem__,
-    )
-    assert seen == [{"role": "r"}, None]
+    before = dict(os.environ)
+    made = plan("--aws_secret_access_key", "hush", file=CLOUD, script=script)
+    monkeypatch.setitem(sys.modules, "sagemaker.huggingface", SimpleNamespace(HuggingFace=HuggingFace))
+    try:
+        assert made.row.run(made) == 0
+        monkeypatch.setitem(sys.modules, "sagemaker.huggingface", None)
+        with pytest.raises(MissingDependencyError, match=r"accel-cli\[sagemaker\]"):
+            made.row.run(made)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    assert seen == [("trainer", "hush", "research"), None]
 
 
 CHECK = """\
@@ -527,19 +525,9 @@ def test_a_job_of_sagemaker_without_a_role_is_refused():
         plan(file={key: value for key, value in CLOUD.items() if key != "iam_role_name"})
 
 
-def test_a_program_of_ours_ends_with_a_sentence(capsys):
-    def main(arguments):
-        if arguments:
-            raise SettingsError("nothing to run")
-
-    assert (run_program(main, []), run_program(main, ["x"])) == (0, 2)
-    assert capsys.readouterr().err == "accel launch: error: nothing to run\n"
-
-
 @pytest.mark.parametrize(
     ("start", "job"),
     [
-        (sagemaker.start_job, {}),
         (deepspeed_hosts.main, ["--export="]),
         (xla_workers.main, ["main", "train.py"]),
     ],

@@ -21,11 +21,11 @@ from accel_cli.programs import (
     _validate_launch_command,
     attribute_of,
     env_command,
+    flag_words,
     launch_command,
     launch_command_parser,
     load_config_from_file,
     merge_command,
-    parse_namespace,
     prepare_deepspeed_cmd_env,
     prepare_multi_gpu_env,
     prepare_sagemager_args_inputs,
@@ -53,11 +53,11 @@ def lines():
 @pytest.mark.parametrize("line", [*lines()], ids=lambda line: line[0])
 def test_a_flag_means_what_it_means_to_the_command(line):
     try:
-        meant = read_arguments([*line, "train.py"]).sourced
+        meant = read_arguments([*line, "train.py"]).settings
     except SettingsError:
         pytest.skip("the value is none for this flag")
     args = launch_command_parser().parse_args([*line, "train.py"])
-    found = parse_namespace(vars(args))
+    found = read_arguments([*flag_words(vars(args)), "train.py"]).settings
     assert {path: one.value for path, one in found.items()} == {
         path: one.value for path, one in meant.items()
     }

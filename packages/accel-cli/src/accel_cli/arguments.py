@@ -12,14 +12,14 @@ from argparse import (
     Namespace,
     _ActionsContainer,
 )
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from accel_ops.weights.layout import convert_file_size_to_int
 from accel_state.errors import SettingsError, nearest
 from accel_state.frozen import frozen
-from accel_state.settings import OPTIONS, Layer, Option, SourcedValue
+from accel_state.settings import OPTIONS, Layer, Option
 from accel_state.settings.file import DEFAULT_PATH_HELP, concat
 from accel_state.settings.model import BY_PATH, parse
 
@@ -260,48 +260,15 @@ def launch() -> Parser:
     return made
 
 
-@frozen
-class LaunchArguments:
-    """A parsed command line of `accel launch`.
-
-    Args:
-        sourced: The settings passed as flags, by path.
-        config_file: The config file that was passed; None for the default one.
-        explain: Whether to show the command without running it.
-        dry_run: Whether to print the job without submitting it.
-        script: The script to run.
-        script_arguments: The words after it, unchanged.
-    """
-
-    sourced: Mapping[str, SourcedValue]
-    config_file: str | None = None
-    explain: bool = False
-    dry_run: bool = False
-    script: str
-    script_arguments: tuple[str, ...]
-
-    @classmethod
-    def from_options(cls, options: Namespace) -> LaunchArguments:
-        """Create it from the namespace of the parser of `accel launch`."""
-        return cls(
-            sourced=options.settings,
-            config_file=options.config_file,
-            explain=options.explain,
-            dry_run=options.dry_run,
-            script=options.script,
-            script_arguments=tuple(options.script_arguments),
-        )
-
-
-def read_arguments(words: Sequence[str]) -> LaunchArguments:
+def read_arguments(words: Sequence[str]) -> Namespace:
     """Parse the words after `accel launch`; see `Parser.read`.
 
     Example:
         >>> read = read_arguments(["--num-processes", "2", "train.py", "--num-processes", "3"])
-        >>> read.sourced["launch.num_processes"].value, read.script, read.script_arguments
-        (2, 'train.py', ('--num-processes', '3'))
+        >>> read.settings["launch.num_processes"].value, read.script, read.script_arguments
+        (2, 'train.py', ['--num-processes', '3'])
     """
-    return LaunchArguments.from_options(launch().read(words))
+    return launch().read(words)
 
 
 def help_text() -> str:

@@ -19,28 +19,21 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
-from accel_cli.arguments import FLAGS, HELP, USAGE, LaunchArguments
+from accel_cli.arguments import FLAGS, HELP, USAGE, read_arguments
 from accel_cli.commands.config import to_fsdp2
 from accel_cli.config_file import read_config, write
 from accel_cli.launch import launchers, sagemaker
-from accel_cli.launch.command import LaunchPlan, make_plan, plan_launch, prepare_command, probe_host
+from accel_cli.launch.command import make_plan, plan_launch, probe_host
 from accel_cli.launch.launchers import LAUNCHERS, xla_formats
+from accel_cli.launch.plan import LaunchPlan
 from accel_cli.main import Subcommand, find_command
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
-from accel_state.settings import (
-    OPTIONS,
-    ErrorCollector,
-    Layer,
-    Option,
-    SourcedValue,
-    merge_sources,
-    parse_environ,
-)
-from accel_state.settings.file import DEFAULT_PATH_HELP, FILE_NAMES, concat, default_config_folder, parse_file
+from accel_state.settings import OPTIONS, Option, SourcedValue, merge_sources, parse_environ
+from accel_state.settings.file import DEFAULT_PATH_HELP, FILE_NAMES, default_config_folder, parse_file
 from accel_state.settings.file import default_config_file as _find_config_file
-from accel_state.settings.model import as_text, parse
+from accel_state.settings.model import as_text
 from accel_state.topology import DEFAULT_PORT, free_port, is_port_in_use
 
 _environ = read()
@@ -365,14 +358,22 @@ def launch_command(args: Namespace) -> None:
         SettingsError: The flags are invalid or contradict each other; nothing was started.
         SystemExit: The job failed; the code is its exit code.
     """
-    check_script(vars(args))
-    plan, notes = plan_launch(read_namespace(vars(args)))
-    command = prepare_command(plan, notes)
+    plan, _ = plan_launch(_read_namespace(args))
+    if plan.is_local:
+        launchers.require_script(plan)
+    words, environ = flag_words(vars(args)), read()
+    for name in ("aws_access_key_id", "aws_secret_access_key"):  # which no list of processes may show
+        if key := getattr(args, name, None):
+            environ[name.upper()] = str(key)
+    config = getattr(args, "config_file", None)
+    named = [] if config is None else [f"--config_file={config}"]
+    script = ["--", str(args.training_script), *map(str, getattr(args, "training_script_args", ()))]
+    line = [sys.executable, "-m", "accel_cli", "launch", *named, *words, *script]
     sys.stdout.flush()
     # Only the main thread can handle signals.
     signals = ("SIGTERM",) if threading.current_thread() is threading.main_thread() else ()
     with (
-        subprocess.Popen(command.command, env=dict(command.environ)) as process,
+        subprocess.Popen(line, env=environ) as process,
         launchers.handle_signals(signals, lambda number, _: process.send_signal(number)),
     ):
         try:
@@ -392,13 +393,12 @@ def _validate_launch_command(  # pyright: ignore[reportUnusedFunction] - program
         The flags, with number of processes and precision resolved; the config file; whether the precision
         comes from it.
     """
-    check_script(vars(args))
-    plan, _ = plan_launch(read_namespace(vars(args)))
+    plan, _ = plan_launch(_read_namespace(args))
     path = args.config_file or _find_config_file(read())
     config = load_config_from_file(str(path)) if path else None
-    precision = plan.merged.settings.precision.mixed_precision
+    precision = plan.settings.precision.mixed_precision
     from_file = config is not None and args.mixed_precision is None and precision == config.mixed_precision
-    decided = {"num_processes": plan.launch.num_processes, "num_machines": plan.launch.num_machines}
+    decided = {"num_processes": plan.num_processes, "num_machines": plan.num_machines}
     return Namespace(**{**vars(args), **decided, "mixed_precision": precision}), config, from_file
 
 
@@ -423,10 +423,9 @@ def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[st
         >>> line[1:], environ["ACCELERATE_USE_CPU"]
         (['train.py', '--lr', '1'], 'true')
     """
-    check_script(vars(args))
     plan = plan_of(args, {"num_processes": 1, "num_machines": 1, "machine_rank": 0})
-    job = launchers.simple_command(replace(plan, launcher=LAUNCHERS.built_in["simple"]))
-    return list(job.command), dict(job.environ)
+    plan = replace(plan, launcher=LAUNCHERS.built_in["simple"])
+    return launchers.simple_words(plan), dict(plan.environ)
 
 
 def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
@@ -441,7 +440,8 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
         SettingsError: The flags contradict each other.
     """
     megatron = [] if getattr(args, "use_megatron_lm", False) else [*vars(args)]
-    plan = plan_of(args, {name: None for name in megatron if name.startswith("megatron_lm_")})
+    without = {name: None for name in megatron if name.startswith("megatron_lm_")}
+    plan = plan_of(args, without, needs_script=False)
     launch = plan.launch
     port = DEFAULT_PORT if launch.main_process_port is None else launch.main_process_port
     if launch.num_machines > 1:
@@ -463,10 +463,11 @@ def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str
     Raises:
         SettingsError: The flags contradict each other, or a file or port cannot be used.
     """
-    check_script(vars(args))
     plan = plan_of(args, {"use_deepspeed": True})
-    job = (launchers.deepspeed_command if plan.runner == "deepspeed" else launchers.torchrun_command)(plan)
-    return list(job.command), dict(job.environ)
+    launchers.require_script(plan)
+    if plan.runner == "deepspeed":
+        return launchers.module_line("deepspeed_hosts", launchers.deepspeed_words(plan)), dict(plan.environ)
+    return launchers.module_line("elastic", launchers.torchrun_words(plan)), dict(plan.environ)
 
 
 def prepare_tpu(
@@ -508,7 +509,7 @@ def prepare_sagemager_args_inputs(
     }
     content["compute_environment"] = "AMAZON_SAGEMAKER"
     plan = plan_of(args, file=parse_file(content, "sagemaker_config"))
-    inputs = sagemaker.inputs(plan.merged.settings.sagemaker.sagemaker_inputs_file)
+    inputs = sagemaker.inputs(plan.settings.sagemaker.sagemaker_inputs_file)
     return sagemaker.estimator_arguments(plan), inputs
 
 
@@ -517,60 +518,51 @@ def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:  # pyright: 
     return sagemaker.hyperparameters(nargs)
 
 
-def check_script(flags: Mapping[str, Any]) -> None:
-    """Check that there is a script to run.
-
-    Raises:
-        SettingsError: There is no script.
-    """
-    script = flags.get("training_script")
-    if not script:
-        raise SettingsError(f"args.training_script is {script!r}: pass a script.")
-
-
 def plan_of(
     args: Namespace,
     overrides: Mapping[str, Any] | None = None,
     file: Mapping[str, SourcedValue] | None = None,
+    *,
+    needs_script: bool = True,
 ) -> LaunchPlan:
     """Return the launch plan of the flags of a namespace; its config file is not read."""
-    line, environ = read_namespace({**vars(args), **(overrides or {})}), read()
-    merged = merge_sources(line.sourced, parse_environ(environ), file or {})
+    options = _read_namespace(Namespace(**{**vars(args), **(overrides or {})}), needs_script=needs_script)
+    environ = read()
+    merged = merge_sources(options.settings, parse_environ(environ), file or {})
     host = probe_host(merged.settings, environ)
-    return make_plan(merged, line.script, line.script_arguments, environ, host)
+    return make_plan(merged, options.script, tuple(options.script_arguments), environ, host)
 
 
-def read_namespace(flags: Mapping[str, Any]) -> LaunchArguments:
-    """Return the attributes of a namespace as a parsed command line."""
-    return LaunchArguments(
-        sourced=parse_namespace(flags),
-        config_file=flags.get("config_file"),
-        script=str(flags.get("training_script") or ""),
-        script_arguments=tuple(map(str, flags.get("training_script_args") or ())),
-    )
+def _read_namespace(args: Namespace, *, needs_script: bool = True) -> Namespace:
+    """Return the namespace of another parser as that of `accel launch`.
+
+    Raises:
+        SettingsError: There is no script, or a value is invalid; the message lists all.
+    """
+    script = getattr(args, "training_script", None)
+    if needs_script and not script:
+        raise SettingsError(f"args.training_script is {script!r}: pass a script.")
+    words = [*flag_words(vars(args)), "--", str(script or "-")]
+    options = read_arguments([*words, *map(str, getattr(args, "training_script_args", None) or ())])
+    options.config_file = getattr(args, "config_file", None)
+    return options
 
 
-def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:
-    """Return the settings of flags that were parsed by another parser, by path.
+def flag_words(flags: Mapping[str, Any]) -> list[str]:
+    """Return flags that were parsed by another parser as words of `accel launch`.
 
     Args:
         flags: Value by flag without dashes. `None`, false and empty values are not set.
 
-    Raises:
-        SettingsError: Values are invalid; the message lists all.
+    Example:
+        >>> flag_words({"num_processes": 2, "cpu": True, "debug": False})
+        ['--num_processes=2', '--cpu']
     """
-    sourced: dict[str, SourcedValue] = {}
-    problems = ErrorCollector()
+    words: list[str] = []
     for name, flag in FLAGS.items():
-        attribute = attribute_of(name)
-        value = flags.get(attribute)
-        if value in (None, False, "", [], ()):
+        value = flags.get(attribute_of(name))
+        if not name.startswith("--") or value in (None, False, "", [], ()):
             continue
-        texts = [flag.const] if flag.const is not None else value if isinstance(value, list) else [value]
-        for text in texts:
-            with problems:
-                parsed = parse(flag.option, as_text(text), Layer.ARGUMENT, f"args.{attribute}")
-                if parsed is not None:
-                    sourced[flag.option.path] = concat(sourced.get(flag.option.path), parsed)
-    problems.raise_if_any()
-    return sourced
+        texts = value if isinstance(value, list) else [value]
+        words += [name] if flag.const is not None else [f"{name}={as_text(text)}" for text in texts]
+    return words

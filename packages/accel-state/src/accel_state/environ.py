@@ -36,6 +36,12 @@ def publish(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Give this process and its children exactly these variables, for a program that runs to the end of it."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """Parse a boolean.
 

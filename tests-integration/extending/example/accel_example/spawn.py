@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 
-from accel_cli import Command, Launcher
+from accel_cli import Launcher, become
 from accel_state.errors import SettingsError
 
 
-def job(plan):
-    line = (sys.executable, "-m", "accel_example.spawn", str(plan.local_processes), plan.script)
-    return Command(command=(*line, *plan.script_arguments), environ=plan.environ)
+def line(plan):
+    processes = str(plan.local_processes)
+    return [sys.executable, "-m", "accel_example.spawn", processes, plan.script, *plan.script_arguments]
 
 
-def check(plan):
-    if plan.launch.num_machines > 1:
+def run(plan):
+    if plan.num_machines > 1:
         raise SettingsError("example_spawn starts the processes of one machine.")
+    return become(line(plan), plan.environ)
 
 
 LAUNCHER = Launcher(
     name="example_spawn",
-    applies=lambda facts, launch: launch.launcher == "example_spawn",
-    job=job,
     explain="a program of a third party starts the processes of this machine",
-    check=check,
+    applies=lambda plan: plan.launch.launcher == "example_spawn",
+    run=run,
+    show=lambda plan: shlex.join(line(plan)),
     environ=lambda plan: {"EXAMPLE_PROCESSES": str(plan.local_processes)},
 )
 

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from accel_cli.config_file import path_to_write, read_config, write
 from accel_cli.interview import HostInfo, ask, confirm, interview, probe_host
-from accel_cli.launch.checks import LaunchFacts, find_launch_problems
+from accel_cli.launch.checks import find_launch_problems
 from accel_cli.launch.hosts import HostDevices, probe_devices
+from accel_cli.launch.plan import LaunchPlan
 from accel_cli.output import Table, show
 from accel_state.environ import read
 from accel_state.errors import SettingsError
@@ -87,7 +88,7 @@ def find_conflicts(settings: Settings, host: HostInfo) -> list[str]:
     """Return the problems for which `accel launch` would reject settings."""
     merged = merge_layers(parse_file(to_content(settings), "the answers"))
     machine = HostDevices(gpus=host.gpus, cores=host.cores)
-    return find_launch_problems(LaunchFacts(merged=merged, machine=machine, environ={}))
+    return find_launch_problems(LaunchPlan(merged=merged, machine=machine, environ={}))
 
 
 def list_commands(settings: Settings, config_file: Path | str | None) -> list[str]:

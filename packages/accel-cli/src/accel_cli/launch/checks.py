@@ -6,124 +6,39 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from accel_cli.launch.hosts import VISIBLE_DEVICES, HostDevices
+from accel_cli.launch.plan import LaunchPlan, uses_cpu
 from accel_state.errors import AccelError
-from accel_state.frozen import frozen
 from accel_state.libraries import Fp8Device, choose_backend
-from accel_state.settings import Layer, Merged, Settings, SourcedValue
+from accel_state.settings import Layer, Merged
 from accel_state.settings.engines import find_axes_conflict
 from accel_state.settings.model import TITLES, value_at
-from accel_state.topology import detect, is_launched
+from accel_state.topology import detect
 
 
-@frozen
-class LaunchFacts:
-    """The inputs of the checks.
-
-    Args:
-        remote: Whether the selected launcher starts processes on other machines.
-    """
-
-    merged: Merged
-    machine: HostDevices
-    environ: Mapping[str, str]
-    remote: bool = False
-
-    @property
-    def settings(self) -> Settings:
-        """Return the settings without their sources."""
-        return self.merged.settings
-
-    def source_of(self, path: str) -> SourcedValue:
-        """Return the source of a setting."""
-        return self.merged.source_of(path)
-
-    def origin(self, path: str) -> str:
-        """Return the source of a setting as shown in messages."""
-        return self.source_of(path).origin
-
-    @property
-    def is_local(self) -> bool:
-        """Return whether processes are started on this machine and use its devices."""
-        launch = self.settings.launch
-        return launch.compute_environment == "LOCAL_MACHINE" and not launch.on_tpu and not self.remote
-
-    @property
-    def is_worker(self) -> bool:
-        """Return whether this command is itself one of several processes of a node, started by a launcher."""
-        return is_launched(self.environ)
-
-    @property
-    def machines(self) -> int:
-        """Return the number of nodes, from the hostfile if DeepSpeed's launcher or mpirun is used."""
-        if self.reaches_hosts and self.machine.hosts:
-            return len(self.machine.hosts)
-        if self.machine.mpi_machines and self.source_of("launch.num_machines").value is None:
-            return len(self.machine.mpi_machines)
-        return self.settings.launch.num_machines
-
-    @property
-    def reaches_hosts(self) -> bool:
-        """Return whether DeepSpeed's launcher starts the processes of all nodes."""
-        hosts = self.settings.hosts
-        return (
-            self.settings.deepspeed is not None
-            and (hosts.launcher or "pdsh") != "standard"
-            and bool(hosts.hostfile)
-        )
-
-
-def find_launch_problems(facts: LaunchFacts) -> list[str]:
+def find_launch_problems(plan: LaunchPlan) -> list[str]:
     """Return the problems of all checks, as sentences."""
-    return list(dict.fromkeys(problem for check in CHECKS for problem in check(facts)))
+    return list(dict.fromkeys(problem for check in CHECKS for problem in check(plan)))
 
 
-def uses_cpu(merged: Merged) -> bool:
-    """Return whether to use the CPU; of `use_cpu` and `distributed_type` the source with precedence wins."""
-    switch, kind = merged.source_of("process.use_cpu"), merged.source_of("launch.distributed_type")
-    value = merged.settings.process.use_cpu
-    if kind.value == "MULTI_CPU":
-        return value or kind.layer < switch.layer or switch.value is None
-    if value and kind.value in VISIBLE_DEVICES:
-        return switch.layer < kind.layer
-    return value
-
-
-def count_processes(facts: LaunchFacts) -> int:
-    """Return the world size: the requested number of processes, else one process per device."""
-    launch, kind = facts.settings.launch, facts.source_of("launch.distributed_type")
-    if facts.is_worker:
-        return detect(facts.environ).world_size
-    if launch.num_processes is not None:
-        return launch.num_processes
-    if facts.machine.hosts and facts.reaches_hosts:
-        return sum(facts.machine.hosts.values())
-    if kind.value == "NO":
-        return 1
-    if facts.remote:
-        return launch.num_machines * (facts.settings.cluster.gpus_per_node or 1)
-    devices = 1 if uses_cpu(facts.merged) else len(launch.device_ids) or max(1, facts.machine.gpus)
-    return launch.num_machines * devices
-
-
-def _check_device_type(facts: LaunchFacts) -> Iterator[str]:
-    switch, kind = facts.source_of("process.use_cpu"), facts.source_of("launch.distributed_type")
-    if facts.settings.process.use_cpu and kind.value in VISIBLE_DEVICES and kind.layer == switch.layer:
+def _check_device_type(plan: LaunchPlan) -> Iterator[str]:
+    switch, kind = plan.source_of("process.use_cpu"), plan.source_of("launch.distributed_type")
+    if plan.settings.process.use_cpu and kind.value in VISIBLE_DEVICES and kind.layer == switch.layer:
         yield (
             f"{switch.origin} requests the CPU, but {kind.origin} requests {kind.value}: remove one of them."
         )
 
 
-def _check_devices(facts: LaunchFacts) -> Iterator[str]:
-    launch, machine, kind = facts.settings.launch, facts.machine, facts.source_of("launch.distributed_type")
-    is_started_by_launcher = facts.is_worker or facts.reaches_hosts or facts.settings.mpi.hostfile is not None
-    if uses_cpu(facts.merged) or not facts.is_local or is_started_by_launcher:
+def _check_devices(plan: LaunchPlan) -> Iterator[str]:
+    launch, machine, kind = plan.settings.launch, plan.machine, plan.source_of("launch.distributed_type")
+    is_started_by_launcher = plan.is_worker or plan.reaches_hosts or plan.settings.mpi.hostfile is not None
+    if uses_cpu(plan.merged) or not plan.is_local or is_started_by_launcher:
         return
     if kind.value in VISIBLE_DEVICES and kind.value not in {"MULTI_GPU", machine.kind}:
         if launch.num_processes is None and not launch.device_ids:
             yield f"{kind.origin} is {kind.value}, whose devices cannot be counted: pass --num_processes."
         return
     if (kind.value == "MULTI_GPU" or launch.device_ids) and not machine.installed:
-        asking = kind if kind.value == "MULTI_GPU" else facts.source_of("launch.gpu_ids")
+        asking = kind if kind.value == "MULTI_GPU" else plan.source_of("launch.gpu_ids")
         yield (
             f"{asking.origin} requests GPUs, but none are visible on this machine: check `nvidia-smi` "
             "and CUDA_VISIBLE_DEVICES, or run with --cpu."
@@ -132,39 +47,39 @@ def _check_devices(facts: LaunchFacts) -> Iterator[str]:
     absent = [id_ for id_ in launch.device_ids if id_.isdecimal() and int(id_) >= machine.installed]
     if absent:
         yield (
-            f"{facts.origin('launch.gpu_ids')} names GPU {', '.join(absent)}, but this "
+            f"{plan.origin('launch.gpu_ids')} names GPU {', '.join(absent)}, but this "
             f"machine has {machine.installed}, numbered from 0."
         )
-    local = count_processes(facts) // facts.machines
+    local = plan.num_processes // plan.num_machines
     visible = min(machine.gpus, machine.installed)
     if (visible or kind.value == "MULTI_GPU") and not launch.device_ids and local > visible:
         yield (
-            f"{facts.origin('launch.num_processes')} requests {local} processes on this machine, but "
+            f"{plan.origin('launch.num_processes')} requests {local} processes on this machine, but "
             f"{visible} GPUs are visible. Start one process per GPU, or run with --cpu."
         )
 
 
-def _check_process_count(facts: LaunchFacts) -> Iterator[str]:
-    number, kind = facts.source_of("launch.num_processes"), facts.source_of("launch.distributed_type")
-    asked = facts.settings.launch.num_processes or 1
-    launched = detect(facts.environ)
-    if facts.is_worker and number.layer is Layer.ARGUMENT and asked != launched.world_size:
+def _check_process_count(plan: LaunchPlan) -> Iterator[str]:
+    number, kind = plan.source_of("launch.num_processes"), plan.source_of("launch.distributed_type")
+    asked = plan.settings.launch.num_processes or 1
+    launched = detect(plan.environ)
+    if plan.is_worker and number.layer is Layer.ARGUMENT and asked != launched.world_size:
         yield (
             f"{number.origin} requests {asked} processes, but {launched.launcher} has started this command "
             f"as one of {launched.world_size}: omit it, or start the command once per node."
         )
-    if kind.value == "NO" and asked > 1 and number.layer >= kind.layer and facts.is_local:
+    if kind.value == "NO" and asked > 1 and number.layer >= kind.layer and plan.is_local:
         yield (
             f"{number.origin} requests {asked} processes, but {kind.origin} requests one ('NO'): change "
             "one of the two."
         )
 
 
-def _check_nodes(facts: LaunchFacts) -> Iterator[str]:
-    launch, processes, machines = facts.settings.launch, count_processes(facts), facts.machines
-    if not facts.is_local or facts.is_worker:
+def _check_nodes(plan: LaunchPlan) -> Iterator[str]:
+    launch, processes, machines = plan.settings.launch, plan.num_processes, plan.num_machines
+    if not plan.is_local or plan.is_worker:
         return
-    if processes % machines and not facts.reaches_hosts:
+    if processes % machines and not plan.reaches_hosts:
         yield (
             f"{processes} processes cannot be divided by {machines} machines: --num_processes is the "
             "total over all machines."
@@ -174,7 +89,7 @@ def _check_nodes(facts: LaunchFacts) -> Iterator[str]:
             f"machine rank {launch.machine_rank} is not below the number of machines, {machines}: "
             "ranks start at 0."
         )
-    by_launcher = facts.reaches_hosts or facts.settings.mpi.hostfile is not None
+    by_launcher = plan.reaches_hosts or plan.settings.mpi.hostfile is not None
     if machines > 1 and not launch.main_process_ip and not by_launcher:
         yield f"{machines} machines need a rendezvous: pass the same --main_process_ip on each of them."
     ids = launch.device_ids
@@ -185,21 +100,21 @@ def _check_nodes(facts: LaunchFacts) -> Iterator[str]:
         )
 
 
-def _check_cluster(facts: LaunchFacts) -> Iterator[str]:
-    number, nodes = facts.source_of("launch.num_processes"), facts.machines
-    for path, value in facts.merged.sourced.items():
+def _check_cluster(plan: LaunchPlan) -> Iterator[str]:
+    number, nodes = plan.source_of("launch.num_processes"), plan.num_machines
+    for path, value in plan.merged.sourced.items():
         readers = _CLUSTER_READERS.get(path.partition("cluster.")[2], ())
-        if readers and facts.settings.launch.launcher not in readers:
+        if readers and plan.settings.launch.launcher not in readers:
             yield f"{value.origin} only applies to cluster jobs: add --launcher {' or '.join(readers)}."
-    if not facts.remote:
+    if not plan.remote:
         return
-    processes, gpus = count_processes(facts), facts.settings.cluster.gpus_per_node
+    processes, gpus = plan.num_processes, plan.settings.cluster.gpus_per_node
     if processes % nodes:
         yield f"{number.origin} requests {processes} processes, which cannot be divided by {nodes} nodes."
-    elif gpus is not None and processes // nodes > gpus and not uses_cpu(facts.merged):
+    elif gpus is not None and processes // nodes > gpus and not uses_cpu(plan.merged):
         yield (
             f"{number.origin} requests {processes // nodes} processes on each node, but "
-            f"{facts.origin('cluster.gpus_per_node')} requests {gpus} GPUs: each process needs its own GPU."
+            f"{plan.origin('cluster.gpus_per_node')} requests {gpus} GPUs: each process needs its own GPU."
         )
 
 
@@ -217,8 +132,8 @@ _CLUSTER_READERS: Mapping[str, tuple[str, ...]] = {
 """The launchers that use a setting of cluster jobs."""
 
 
-def _check_elasticity(facts: LaunchFacts) -> Iterator[str]:
-    launch, least = facts.settings.launch, facts.source_of("launch.min_machines")
+def _check_elasticity(plan: LaunchPlan) -> Iterator[str]:
+    launch, least = plan.settings.launch, plan.source_of("launch.min_machines")
     if launch.min_machines is None:
         return
     if launch.min_machines > launch.num_machines:
@@ -230,39 +145,39 @@ def _check_elasticity(facts: LaunchFacts) -> Iterator[str]:
         )
 
 
-def _check_unused_engines(facts: LaunchFacts) -> Iterator[str]:
+def _check_unused_engines(plan: LaunchPlan) -> Iterator[str]:
     for section, title in TITLES.items():
-        if value_at(facts.settings, section):
+        if value_at(plan.settings, section):
             continue
         names = [
             value.origin
-            for path, value in facts.merged.sourced.items()
+            for path, value in plan.merged.sourced.items()
             if path.startswith(f"{section}.") and value.layer is Layer.ARGUMENT
         ]
         if names:
             is_one = "is" if len(names) == 1 else "are"
-            rival = facts.source_of(section)
+            rival = plan.source_of(section)
             why = f" ({rival.origin} is overruled)" if rival.value is False else ""
             switch = {"megatron": "megatron_lm", "parallelism": "parallelism_config"}.get(section, section)
             yield f"{', '.join(names)} {is_one} about {title}, which is not used{why}: add --use_{switch}."
 
 
-def _check_engines(facts: LaunchFacts) -> Iterator[str]:
-    if not facts.is_local or facts.reaches_hosts:  # DeepSpeed's launcher may start no process on this machine
+def _check_engines(plan: LaunchPlan) -> Iterator[str]:
+    if not plan.is_local or plan.reaches_hosts:  # DeepSpeed's launcher may start no process on this machine
         return
     for section in ("deepspeed", "megatron"):
-        if value_at(facts.settings, section) and section not in facts.machine.engines:
+        if value_at(plan.settings, section) and section not in plan.machine.engines:
             yield (
-                f"{facts.origin(section)} requests {TITLES[section]}, which is not installed: "
+                f"{plan.origin(section)} requests {TITLES[section]}, which is not installed: "
                 f"`pip install 'accel-plugins[{section}]'`."
             )
 
 
-def _check_megatron(facts: LaunchFacts) -> Iterator[str]:
-    section = facts.settings.megatron
+def _check_megatron(plan: LaunchPlan) -> Iterator[str]:
+    section = plan.settings.megatron
     if section is None:
         return
-    number, processes = facts.source_of("launch.num_processes"), count_processes(facts)
+    number, processes = plan.source_of("launch.num_processes"), plan.num_processes
     names = [name for name in _MEGATRON_SIZES if (getattr(section, name) or 1) > 1]
     product = math.prod(getattr(section, name) for name in names)
     if number.value is not None and processes % product:
@@ -274,23 +189,23 @@ def _check_megatron(facts: LaunchFacts) -> Iterator[str]:
 _MEGATRON_SIZES = ("tp_degree", "pp_degree", "context_parallel_size")
 
 
-def _check_fp8(facts: LaunchFacts) -> Iterator[str]:
+def _check_fp8(plan: LaunchPlan) -> Iterator[str]:
     """Check FP8 as the worker does, for the devices of this machine."""
-    if facts.settings.precision.mixed_precision != "fp8" or not facts.is_local:
+    if plan.settings.precision.mixed_precision != "fp8" or not plan.is_local:
         return
-    if facts.settings.megatron is not None:
-        origin = facts.origin("precision.mixed_precision")
+    if plan.settings.megatron is not None:
+        origin = plan.origin("precision.mixed_precision")
         yield f"{origin} requests FP8, which is not supported with Megatron: use --use_fsdp or bf16."
-    problem = find_fp8_problem(facts.merged, facts.machine)
+    problem = find_fp8_problem(plan.merged, plan.machine)
     if problem is not None:
         yield problem
         return
-    settings = facts.settings
+    settings = plan.settings
     sharding = [name for name in ("fsdp", "deepspeed", "parallelism") if value_at(settings, name)]
     if sharding and settings.fp8 is not None and settings.fp8.backend == "MSAMP":
         yield (
-            f"{facts.origin('fp8.backend')} requests MS-AMP, which trains in one process or under DDP, but "
-            f"{facts.origin(sharding[0])} requests sharded parameters: use --fp8_backend ao."
+            f"{plan.origin('fp8.backend')} requests MS-AMP, which trains in one process or under DDP, but "
+            f"{plan.origin(sharding[0])} requests sharded parameters: use --fp8_backend ao."
         )
 
 
@@ -305,19 +220,19 @@ def find_fp8_problem(merged: Merged, machine: HostDevices) -> str | None:
     return None
 
 
-def _check_alias(facts: LaunchFacts) -> Iterator[str]:
-    if facts.settings.process.as_accelerate and facts.machine.alias is None:
-        origin = facts.origin("process.as_accelerate")
+def _check_alias(plan: LaunchPlan) -> Iterator[str]:
+    if plan.settings.process.as_accelerate and plan.machine.alias is None:
+        origin = plan.origin("process.as_accelerate")
         yield f"{origin} requests accel-compat, which is not installed: `pip install accel-compat`."
 
 
-def _check_deepspeed_file(facts: LaunchFacts) -> Iterator[str]:
-    section = facts.settings.deepspeed
+def _check_deepspeed_file(plan: LaunchPlan) -> Iterator[str]:
+    section = plan.settings.deepspeed
     if section is None or section.hf_ds_config is None:
         return
-    file = facts.source_of("deepspeed.hf_ds_config")
+    file = plan.source_of("deepspeed.hf_ds_config")
     sources = [
-        facts.source_of(f"deepspeed.{name}")
+        plan.source_of(f"deepspeed.{name}")
         for name in _IN_DEEPSPEED_FILES
         if getattr(section, name) is not None
     ]
@@ -341,25 +256,25 @@ _IN_DEEPSPEED_FILES = (
 """The settings that a DeepSpeed configuration file overrides."""
 
 
-def _check_fp8_options(facts: LaunchFacts) -> Iterator[str]:
+def _check_fp8_options(plan: LaunchPlan) -> Iterator[str]:
     asked = {
         path.removeprefix("fp8."): value.origin
-        for path, value in facts.merged.sourced.items()
+        for path, value in plan.merged.sourced.items()
         if path.startswith("fp8.") and value.layer is Layer.ARGUMENT
     }
-    backend = facts.settings.fp8 and facts.settings.fp8.backend
-    if asked and facts.settings.precision.mixed_precision != "fp8":
-        precision = facts.source_of("precision.mixed_precision")
+    backend = plan.settings.fp8 and plan.settings.fp8.backend
+    if asked and plan.settings.precision.mixed_precision != "fp8":
+        precision = plan.source_of("precision.mixed_precision")
         yield (
             f"{', '.join(asked.values())} {'is' if len(asked) == 1 else 'are'} about FP8, but the precision "
-            f"is {facts.settings.precision.mixed_precision!r} ({precision.origin}): remove the FP8 settings."
+            f"is {plan.settings.precision.mixed_precision!r} ({precision.origin}): remove the FP8 settings."
         )
     elif backend is not None:
         unread = [
             origin for name, origin in asked.items() if _FP8_BACKENDS.get(name, "TE") not in (backend, None)
         ]
         if unread:
-            origin = facts.origin("fp8.backend")
+            origin = plan.origin("fp8.backend")
             yield f"{', '.join(unread)} would have no effect, since {origin} is {backend!r}: remove it."
 
 
@@ -372,15 +287,15 @@ _FP8_BACKENDS = {
 """The backend that uses an FP8 setting, None for all; TransformerEngine uses the remaining ones."""
 
 
-def _check_parallel_sizes(facts: LaunchFacts) -> Iterator[str]:
-    sizes, launch = facts.settings.parallelism, facts.settings.launch
+def _check_parallel_sizes(plan: LaunchPlan) -> Iterator[str]:
+    sizes, launch = plan.settings.parallelism, plan.settings.launch
     if sizes is None:
         return
     by_axis = {axis: getattr(sizes, f"{axis}_size") for axis in ("cp", "sp", "ep", "pp")}
     conflict = find_axes_conflict(by_axis)
     if conflict is not None:
         *axes, reason = conflict
-        both = [f"{facts.origin(f'parallelism.{axis}_size')} is {by_axis[axis]}" for axis in axes]
+        both = [f"{plan.origin(f'parallelism.{axis}_size')} is {by_axis[axis]}" for axis in axes]
         yield f"{', and '.join(both)}: {reason}; set one of the two to 1."
     if launch.num_processes is None:
         return
@@ -392,55 +307,55 @@ def _check_parallel_sizes(facts: LaunchFacts) -> Iterator[str]:
         )
         yield (
             f"{value} make groups of {product} processes, into which the {launch.num_processes} of "
-            f"{facts.origin('launch.num_processes')} cannot be divided."
+            f"{plan.origin('launch.num_processes')} cannot be divided."
         )
     outer = (sizes.dp_replicate_size or 1) * (sizes.pp_size or 1)
     experts, inside = sizes.ep_size or 1, product // outer
     if inside % experts:
         yield (
-            f"{facts.origin('parallelism.ep_size')} is {experts}, and a replica of the model (with pp_size, "
+            f"{plan.origin('parallelism.ep_size')} is {experts}, and a replica of the model (with pp_size, "
             f"a stage of it) has {inside} processes, which experts cannot be shared by: choose a divisor."
         )
 
 
-def _check_host_filters(facts: LaunchFacts) -> Iterator[str]:
-    hosts, number = facts.settings.hosts, facts.source_of("launch.num_machines")
-    if number.value is not None and facts.machines != number.value:
+def _check_host_filters(plan: LaunchPlan) -> Iterator[str]:
+    hosts, number = plan.settings.hosts, plan.source_of("launch.num_machines")
+    if number.value is not None and plan.num_machines != number.value:
         yield (
-            f"{number.origin} is {number.value}, but the hostfile {hosts.hostfile!r} has {facts.machines} "
+            f"{number.origin} is {number.value}, but the hostfile {hosts.hostfile!r} has {plan.num_machines} "
             "usable machines: remove one of the two settings."
         )
     if hosts.inclusion and hosts.exclusion:
         yield (
-            f"{facts.origin('hosts.inclusion')} and {facts.origin('hosts.exclusion')} "
+            f"{plan.origin('hosts.inclusion')} and {plan.origin('hosts.exclusion')} "
             "cannot be used together: DeepSpeed accepts only one of them."
         )
 
 
-def _check_sagemaker(facts: LaunchFacts) -> Iterator[str]:
-    launch, cloud = facts.settings.launch, facts.settings.sagemaker
+def _check_sagemaker(plan: LaunchPlan) -> Iterator[str]:
+    launch, cloud = plan.settings.launch, plan.settings.sagemaker
     if launch.compute_environment != "AMAZON_SAGEMAKER":
         return
     missing = [name for name in ("ec2_instance_type", "iam_role_name") if not getattr(cloud, name)]
     if missing:
         yield f"an Amazon SageMaker job needs {' and '.join(missing)} in the config file."
-    if facts.settings.process.use_cpu and launch.distributed_type not in {None, "NO"}:
-        kind, switch = facts.source_of("launch.distributed_type"), facts.source_of("process.use_cpu")
+    if plan.settings.process.use_cpu and launch.distributed_type not in {None, "NO"}:
+        kind, switch = plan.source_of("launch.distributed_type"), plan.source_of("process.use_cpu")
         yield (
             f"{kind.origin} is {kind.value}, which SageMaker supports only on GPUs, but "
             f"{switch.origin} is true."
         )
 
 
-def _check_tpu_pod(facts: LaunchFacts) -> Iterator[str]:
-    launch, tpu = facts.settings.launch, facts.settings.tpu
+def _check_tpu_pod(plan: LaunchPlan) -> Iterator[str]:
+    launch, tpu = plan.settings.launch, plan.settings.tpu
     if launch.on_tpu and tpu.use_cluster:
         missing = [f"tpu_{name}" for name in ("name", "zone") if not getattr(tpu, name)]
         if missing:
             yield f"a pod needs {' and '.join(missing)} in the config file."
 
 
-CHECKS: tuple[Callable[[LaunchFacts], Iterator[str]], ...] = (
+CHECKS: tuple[Callable[[LaunchPlan], Iterator[str]], ...] = (
     _check_device_type,
     _check_devices,
     _check_process_count,

@@ -6,14 +6,12 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from accel_cli.arguments import LaunchArguments
 from accel_cli.config_file import ConfigFile, read_config
-from accel_cli.launch.checks import LaunchFacts, count_processes, find_launch_problems, uses_cpu
+from accel_cli.launch.checks import find_launch_problems
 from accel_cli.launch.hosts import (
     HostDevices,
     mpi_machines,
@@ -22,24 +20,14 @@ from accel_cli.launch.hosts import (
     read_hosts,
     visible_devices_variable,
 )
-from accel_cli.launch.launchers import (
-    Command,
-    Launcher,
-    alias_path,
-    choose_launcher,
-    command_of_plan,
-    dry_run,
-    say,
-    selected_launcher,
-)
-from accel_cli.output import Table, redact, redact_line, show
-from accel_state.environ import patch_environment, read
+from accel_cli.launch.launchers import LAUNCHERS, choose_launcher, say
+from accel_cli.launch.plan import LaunchPlan, uses_cpu
+from accel_cli.output import Table, redact, show
+from accel_state.environ import read
 from accel_state.errors import SettingsError
-from accel_state.frozen import frozen
 from accel_state.settings import (
     OPTIONS,
     ErrorCollector,
-    LaunchSettings,
     Layer,
     Merged,
     Settings,
@@ -52,56 +40,28 @@ from accel_state.settings.model import BY_PATH, TITLES, as_text, parse, value_at
 from accel_state.topology import check_first_host, detect, is_launched, launcher_of, rendezvous
 
 
-@frozen
-class LaunchPlan:
-    """The decisions about a launch.
-
-    Args:
-        environ: The full environment of each worker.
-        merged: All settings, with their sources.
-        launch: The settings of the launch, with the numbers of processes and nodes resolved.
-        config_file: The config file that was passed; None for the default one.
-    """
-
-    launcher: Launcher
-    script: str
-    script_arguments: tuple[str, ...]
-    environ: Mapping[str, str]
-    merged: Merged
-    launch: LaunchSettings
-    machine: HostDevices
-    config_file: str | None = None
-
-    @property
-    def runner(self) -> str:
-        """Return the name of the launcher."""
-        return self.launcher.name
-
-    @property
-    def local_processes(self) -> int:
-        """Return the number of processes on this node."""
-        return (self.launch.num_processes or 1) // self.launch.num_machines
-
-
 def run(options: Namespace) -> int:
     """Run `accel launch`.
 
     Returns:
-        0 after an explanation or a dry run. Otherwise this process becomes the script or its launcher.
+        0 after an explanation or a dry run, else the exit code of the job. One process becomes the script.
     """
-    line = LaunchArguments.from_options(options)
-    plan, notes = plan_launch(line)
-    if line.explain:
-        show(*explain(plan, command_of_plan(plan), read(), notes))
+    plan, notes = plan_launch(options)
+    if options.explain:
+        show(*explain(plan, read(), notes))
         return 0
-    if line.dry_run:
-        show(dry_run(plan))
+    if options.dry_run:
+        show(plan.row.show(plan))
         return 0
-    return become(prepare_command(plan, notes))
+    if plan.origin("launch.main_process_ip") == f"variable {_SLURM_HOST}":
+        check_first_host(plan.environ, detect(plan.environ))
+    for note in notes:
+        say(f"note: {note}")
+    return plan.row.run(plan)
 
 
-def plan_launch(line: LaunchArguments) -> tuple[LaunchPlan, tuple[str, ...]]:
-    """Create the launch plan of a command line; return it with notes on a translated config file."""
+def plan_launch(options: Namespace) -> tuple[LaunchPlan, tuple[str, ...]]:
+    """Create the plan of a parsed command line; return it with notes on a translated config file."""
     environ = read()
     # 1. Read all sources, to report all problems at once.
     problems, variables = ErrorCollector(), dict[str, SourcedValue]()
@@ -109,21 +69,20 @@ def plan_launch(line: LaunchArguments) -> tuple[LaunchPlan, tuple[str, ...]]:
     with problems:
         variables = parse_environ(environ)
     with problems:
-        file = read_config(line.config_file, environ)
+        file = read_config(options.config_file, environ)
     with problems:
         torchrun = parse_torchrun(environ)
     problems.raise_if_any()
     # 2. Merge them, in the order of precedence.
     per_node = torchrun.pop("launch.num_processes", None)  # The number of nodes may come from another source.
-    sources = [line.sourced, variables | torchrun, parse_nodes(environ), file.sourced]
+    sources = [options.settings, variables | torchrun, parse_nodes(environ), file.sourced]
     if per_node is not None:
         num_processes = int(str(per_node.value)) * merge_sources(*sources).settings.launch.num_machines
         sources.append({"launch.num_processes": replace(per_node, value=num_processes)})
     merged = merge_sources(*sources)
     # 3. Compare them with this host.
     machine = probe_host(merged.settings, environ)
-    plan = make_plan(merged, line.script, line.script_arguments, environ, machine)
-    return replace(plan, config_file=line.config_file), file.notes
+    return make_plan(merged, options.script, tuple(options.script_arguments), environ, machine), file.notes
 
 
 def parse_torchrun(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
@@ -249,25 +208,24 @@ def make_plan(
     if merged.source_of("fsdp.auto_wrap_policy").value != "SIZE_BASED_WRAP":
         del defaults["fsdp.min_num_params"]  # The plugin warns if it is combined with another policy.
     conflicts, merged = merged.conflicts, merge_sources(merged.sourced, defaults)
-    selected = selected_launcher(merged)
-    remote = selected is not None and selected.remote
-    facts = LaunchFacts(merged=merged, machine=machine, environ=environ, remote=remote)
-    if problems := (*conflicts, *find_launch_problems(facts)):
-        raise SettingsError(*problems)
-    launch = replace(
-        merged.settings.launch, num_processes=count_processes(facts), num_machines=facts.machines
-    )
-    settings = replace(merged.settings, process=replace(merged.settings.process, use_cpu=uses_cpu(merged)))
+    name = merged.settings.launch.launcher
     plan = LaunchPlan(
-        launcher=choose_launcher(facts, launch),
+        merged=merged,
+        machine=machine,
+        environ=environ,
         script=script,
         script_arguments=script_arguments,
-        environ=worker_environ(settings, environ),
-        merged=merged,
-        launch=launch,
-        machine=machine,
+        launcher=None
+        if name in {None, "auto"}
+        else LAUNCHERS.find(str(name), source=merged.source_of("launch.launcher").origin),
     )
-    return replace(plan, environ={**plan.environ, **_added_variables(plan)})
+    if problems := (*conflicts, *find_launch_problems(plan)):
+        raise SettingsError(*problems)
+    launcher = choose_launcher(plan)
+    settings = replace(merged.settings, process=replace(merged.settings.process, use_cpu=uses_cpu(merged)))
+    plan = replace(plan, launcher=launcher, environ=worker_environ(settings, environ))
+    added = {} if launcher.remote else _local_variables(plan)  # The command on each node adds its own.
+    return replace(plan, environ={**plan.environ, **added, **launcher.environ(plan)})
 
 
 LAUNCH_DEFAULTS: Mapping[str, SourcedValue] = {
@@ -280,51 +238,36 @@ LAUNCH_DEFAULTS: Mapping[str, SourcedValue] = {
 """Defaults of settings that differ between `accel launch` and the library, by path."""
 
 
-def _added_variables(plan: LaunchPlan) -> dict[str, str]:
-    """Return variables of workers that are not settings: threads, visible devices, the launcher's."""
+def _local_variables(plan: LaunchPlan) -> dict[str, str]:
+    """Return variables of workers that are not settings: threads, visible devices, the alias."""
     launch = plan.launch
     added: dict[str, str] = {}
-    if plan.launcher.remote:  # The command on each node adds them, for its cores and devices.
-        return added
     if launch.num_cpu_threads_per_process is not None:
         added["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
     elif plan.local_processes > 1 and "OMP_NUM_THREADS" not in plan.environ:
         added["OMP_NUM_THREADS"] = str(max(1, plan.machine.cores // plan.local_processes))
     if ids := launch.device_ids:
         added[visible_devices_variable(plan.machine, launch.distributed_type)] = ",".join(ids)
-    if plan.machine.gpus > 1 and (launch.num_processes or 1) > 1 and not uses_cpu(plan.merged):
+    if plan.machine.gpus > 1 and plan.num_processes > 1 and not uses_cpu(plan.merged):
         added |= plan.machine.peer_variables(plan.environ)
-    added |= alias_path(plan)
-    return added if plan.launcher.environ is None else {**added, **plan.launcher.environ(plan)}
+    if plan.settings.process.as_accelerate and plan.machine.alias is not None:
+        paths = [plan.machine.alias, *plan.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        added["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
+    return added
 
 
-def prepare_command(plan: LaunchPlan, notes: Sequence[str] = ()) -> Command:
-    """Return the checked command of a plan; print the notes."""
-    command = command_of_plan(plan)
-    if plan.merged.source_of("launch.main_process_ip").origin == f"variable {_SLURM_HOST}":
-        check_first_host(plan.environ, detect(plan.environ))
-    if plan.launcher.check is not None:
-        plan.launcher.check(plan)
-    for note in notes:
-        say(f"note: {note}")
-    return command
-
-
-def explain(
-    plan: LaunchPlan, command: Command, environ: Mapping[str, str], notes: Sequence[str] = ()
-) -> list[Table | str]:
-    """Return tables and lines that show the command of a plan and the source of each setting."""
-    after = command.environ
+def explain(plan: LaunchPlan, environ: Mapping[str, str], notes: Sequence[str] = ()) -> list[Table | str]:
+    """Return tables and lines that show the job of a plan and the source of each setting."""
     differences = [
         f"{name}={shown if (shown := redact(name, value)) != value else shlex.quote(value)}"
-        for name, value in after.items()
+        for name, value in plan.environ.items()
         if environ.get(name) != value
     ]
-    differences += [f"unset {name}" for name in environ if name not in after]
+    differences += [f"unset {name}" for name in environ if name not in plan.environ]
     return [
         Table(head=("setting", "value", "comes from"), rows=tuple(_settings_table(plan))),
-        f"\nway: {plan.launcher.explain}",
-        f"\ncommand:\n  {shlex.join(redact_line(command.command))}",
+        f"\nway: {plan.row.explain}",
+        f"\ncommand:\n  {plan.row.show(plan)}",
         "\n  ".join(["\nenvironment changes:", *(differences or ["(nothing)"])]),
         *(f"\nnote: {note}" for note in notes),
     ]
@@ -334,35 +277,17 @@ def _settings_table(plan: LaunchPlan) -> list[tuple[str, str, str]]:
     """Return the rows of settings that have a source, and the number of processes."""
     rows: list[tuple[str, str, str]] = []
     for option in OPTIONS:
-        source = plan.merged.source_of(option.path)
+        source = plan.source_of(option.path)
         if option.path == "launch.num_processes":
-            counted = "the nodes of the job" if plan.launcher.remote else "this machine"
+            counted = "the nodes of the job" if plan.remote else "this machine"
             origin = source.origin if source.value is not None else counted
-            rows.append((option.path, str(plan.launch.num_processes), origin))
+            rows.append((option.path, str(plan.num_processes), origin))
         elif source.value is not None:
-            value = value_at(plan.merged.settings, option.path)
-            if option.section not in TITLES or value_at(plan.merged.settings, option.section):
+            value = value_at(plan.settings, option.path)
+            if option.section not in TITLES or value_at(plan.settings, option.section):
                 text = as_text(redact(option.path, source.value if value is None else value))
                 rows.append((option.path, text, source.origin))
             elif option.name and source.layer < Layer.DEFAULT:
                 origin = f"{source.origin}; not used: no {TITLES[option.section]}"
                 rows.append((option.path, as_text(redact(option.path, source.value)), origin))
     return rows
-
-
-def become(command: Command) -> int:
-    """Replace this process by another program, which then receives signals and sets the exit code.
-
-    A command that is a function is called. On Windows the program runs as a child process, and its exit
-    code is returned.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if command.call is not None:
-        before = read()
-        with patch_environment(**{k: v for k, v in command.environ.items() if before.get(k) != v}):
-            command.call()
-        return 0
-    if sys.platform != "win32":
-        os.execve(command.command[0], list(command.command), dict(command.environ))  # noqa: S606 - without a shell
-    return subprocess.run(command.command, env=dict(command.environ), check=False).returncode

@@ -15,16 +15,19 @@ from types import FrameType
 from typing import Any
 
 from accel_cli.launch.elastic import children
-from accel_cli.launch.launchers import handle_signals, run_program
+from accel_cli.launch.launchers import handle_signals
 from accel_state.errors import AccelError, MissingDependencyError
 
 
-def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:
+def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> int:
     """Run DeepSpeed's launcher.
 
     Args:
         arguments: `--export=` with comma-separated names of variables, then DeepSpeed's own arguments.
         load: Imports a module.
+
+    Returns:
+        0; a failure and a signal are raised.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
@@ -45,6 +48,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
             runner.main(deepspeed_arguments)
         except (AssertionError, OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
             raise AccelError(f"DeepSpeed's launcher: {error}") from None
+    return 0
 
 
 def _pass_unchanged(runners: Any, names: Sequence[str]) -> None:
@@ -132,4 +136,4 @@ def _is_in_foreground() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

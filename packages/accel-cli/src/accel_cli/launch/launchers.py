@@ -1,24 +1,25 @@
-"""The table of launchers: when each applies, and the command line that it runs."""
+"""The table of launchers: when each applies, what it runs, and how `--explain` shows it."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
 import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from accel_cli.main import ERROR
-from accel_state.errors import AccelError, MissingDependencyError, SettingsError
+from accel_cli.output import redact_line
+from accel_state.environ import set_environment
+from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.frozen import frozen
 from accel_state.lazy import Registry
 from accel_state.settings import LaunchSettings, to_environ
@@ -26,9 +27,7 @@ from accel_state.settings.model import BY_VARIABLE
 from accel_state.topology import DEFAULT_PORT, is_port_in_use, reserved_port
 
 if TYPE_CHECKING:
-    from accel_cli.launch.checks import LaunchFacts
-    from accel_cli.launch.command import LaunchPlan
-    from accel_state.settings import Merged
+    from accel_cli.launch.plan import LaunchPlan
 
 
 @frozen
@@ -37,30 +36,59 @@ class Launcher:
 
     Args:
         name: The name under which it is registered.
-        applies: Whether it can start the requested job, from the facts of the host and the settings of the
-            launch, whose numbers of processes and nodes are resolved; pure. A launcher that must be
-            selected explicitly tests `launch.launcher`.
-        job: Creates the program to run, or the `"module:function"` that does.
         explain: A clause for `--explain` that describes it.
-        check: Raises a `SettingsError` if the job cannot run; not called by `--explain`.
+        applies: Whether it can start the requested job; pure. A launcher that must be selected explicitly
+            tests `plan.launch.launcher`.
+        run: Starts the job and returns its exit code, or replaces this process (`become`). Raises a
+            `SettingsError` if the job cannot run.
+        show: Returns the job, or the command line, for `--explain` and `--dry_run`, which start nothing.
         environ: Returns variables of its workers in addition to the settings.
         remote: Whether its processes run on other machines, so that the devices of this one do not matter.
-        dry_run: Returns the job to submit, for `--dry_run`; `None` for the command line.
 
     Example:
-        >>> row = Launcher(name="mine", applies=lambda *_: False, job="my_package:job", explain="…")
-        >>> row.check is None
-        True
+        >>> row = Launcher(name="mine", explain="…", applies=lambda _: False, run=lambda _: 0, show=str)
+        >>> row.remote
+        False
     """
 
     name: str
-    applies: Callable[[LaunchFacts, LaunchSettings], bool]
-    job: Callable[[LaunchPlan], Command] | str
     explain: str
-    check: Callable[[LaunchPlan], None] | None = None
-    environ: Callable[[LaunchPlan], Mapping[str, str]] | None = None
+    applies: Callable[[LaunchPlan], bool]
+    run: Callable[[LaunchPlan], int]
+    show: Callable[[LaunchPlan], str]
+    environ: Callable[[LaunchPlan], Mapping[str, str]] = lambda _: {}
     remote: bool = False
-    dry_run: Callable[[LaunchPlan], str] | str | None = None
+
+
+def choose_launcher(plan: LaunchPlan) -> Launcher:
+    """Return the launcher that the settings select, else the first that applies.
+
+    Raises:
+        SettingsError: The selected launcher cannot start the requested job.
+    """
+    fitting = next(row for row in LAUNCHERS.available().values() if row.applies(plan))
+    selected = plan.launcher
+    if selected is None:
+        return fitting
+    if not selected.applies(plan):
+        raise SettingsError(
+            f"{plan.origin('launch.launcher')} selects the launcher {selected.name!r} ({selected.explain}), "
+            f"which cannot start this job, but {fitting.name!r} can ({fitting.explain}): remove the "
+            "selection."
+        )
+    return selected
+
+
+def become(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Replace this process by another program, which then receives signals and sets the exit code.
+
+    On Windows the program runs as a child process, and its exit code is returned.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if sys.platform != "win32":
+        os.execve(words[0], list(words), dict(environ))  # noqa: S606 - without a shell
+    return subprocess.run(words, env=dict(environ), check=False).returncode
 
 
 @contextlib.contextmanager
@@ -96,88 +124,28 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-@frozen
-class Command:
-    """The program that replaces this process.
-
-    Args:
-        command: Its words.
-        environ: Its environment.
-        call: The function that is called in this process in place of the program; `command` describes it.
-    """
-
-    command: tuple[str, ...]
-    environ: Mapping[str, str]
-    call: Callable[[], object] | None = None
-
-
-def choose_launcher(facts: LaunchFacts, launch: LaunchSettings) -> Launcher:
-    """Return the selected launcher, else the first that applies.
+def require_library(launcher: str, module: str, title: str, extra: str | None = None) -> None:
+    """Check that the library of a launcher is installed.
 
     Raises:
-        SettingsError: The selected launcher does not exist, or cannot start the requested job.
+        MissingDependencyError: It is not; the message names the extra that installs it.
     """
-    rows = LAUNCHERS.available()
-    fitting = next(row for row in rows.values() if row.applies(facts, launch))
-    selected = selected_launcher(facts.merged)
-    if selected is None:
-        return fitting
-    origin = facts.merged.source_of("launch.launcher").origin
-    if not selected.applies(facts, launch):
-        raise SettingsError(
-            f"{origin} selects the launcher {selected.name!r} ({selected.explain}), which cannot start "
-            f"this job, but {fitting.name!r} can ({fitting.explain}): remove the selection."
+    if find_spec(module) is None:
+        raise MissingDependencyError(
+            f"--launcher {launcher} needs {title}, which is not installed: "
+            f"`pip install '{extra or f'accel-cli[{launcher}]'}'`."
         )
-    return selected
 
 
-def selected_launcher(merged: Merged) -> Launcher | None:
-    """Return the launcher selected by the settings; None if none is selected.
+def require_program(name: str, what: str, environ: Mapping[str, str]) -> str:
+    """Return the path of a program.
 
     Raises:
-        SettingsError: The launcher does not exist.
+        MissingDependencyError: It is not on the PATH.
     """
-    name = merged.settings.launch.launcher
-    if name in {None, "auto"}:
-        return None
-    return LAUNCHERS.find(str(name), source=merged.source_of("launch.launcher").origin)
-
-
-def command_of_plan(plan: LaunchPlan) -> Command:
-    """Return the program of a plan."""
-    return LAUNCHERS.resolve(plan.launcher.name, plan.launcher.job)(plan)
-
-
-def dry_run(plan: LaunchPlan) -> str:
-    """Return the job that a plan would submit, or the command line that it would run."""
-    row = plan.launcher
-    if row.dry_run is None:
-        return shlex.join(command_of_plan(plan).command)
-    return LAUNCHERS.resolve(row.name, row.dry_run)(plan)
-
-
-def alias_path(plan: LaunchPlan) -> dict[str, str]:
-    """Return the PYTHONPATH by which `import accelerate` imports accel, if requested."""
-    if not plan.merged.settings.process.as_accelerate or plan.machine.alias is None:
-        return {}
-    paths = [plan.machine.alias, *plan.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths)))}
-
-
-def simple_command(plan: LaunchPlan) -> Command:
-    """Return the script itself as the program."""
-    if plan.launch.no_python:
-        return Command(command=(find_program(plan), *plan.script_arguments), environ=plan.environ)
-    module = ["-m"] if plan.launch.module else []
-    line = (sys.executable, *module, plan.script, *plan.script_arguments)
-    return Command(command=line, environ=plan.environ)
-
-
-def find_program(plan: LaunchPlan) -> str:
-    """Return the path of the program that `--no_python` runs, as a shell would find it."""
-    path = shutil.which(plan.script, path=plan.environ.get("PATH"))
+    path = shutil.which(name, path=environ.get("PATH"))
     if path is None:
-        raise SettingsError(f"--no_python: the program {plan.script!r} is not on the PATH.")
+        raise MissingDependencyError(f"{what}, which is not on the PATH: install it.")
     return path
 
 
@@ -185,70 +153,66 @@ def require_script(plan: LaunchPlan) -> None:
     """Check that the script exists.
 
     Raises:
-        SettingsError: The script does not exist, or imports accel while only the command is installed.
+        SettingsError: It does not exist.
     """
     if not (plan.launch.module or plan.launch.no_python or Path(plan.script).exists()):
         raise SettingsError(f"the script {plan.script!r} does not exist.")
-    script = Path(plan.script)
-    siblings = (script.parent / "accel", script.parent / "accel.py")
-    if (
-        find_spec("accel") is None
-        and not any(path.exists() for path in siblings)
-        and _has_accel_import(script)
-    ):
-        raise SettingsError(
-            f"{plan.script!r} imports accel, but only the command is installed: `pip install accel-suite`."
-        )
 
 
-def _has_accel_import(script: Path) -> bool:
-    """Return whether a script imports the library at its top level; False if it cannot be parsed."""
-    try:
-        statements = ast.parse(script.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return False
-    for statement in statements:
-        names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
-        if isinstance(statement, ast.ImportFrom) and not statement.level:
-            names = [statement.module or ""]
-        if any(name.partition(".")[0] == "accel" for name in names):
-            return True
-    return False
+def script_words(plan: LaunchPlan, *switches: str) -> list[str]:
+    """Return the script and its arguments, after switches; of a program that is no Python, without these.
+
+    Raises:
+        SettingsError: The program that `--no_python` runs is not found.
+    """
+    if plan.launch.no_python:
+        path = shutil.which(plan.script, path=plan.environ.get("PATH"))
+        if path is None:
+            raise SettingsError(f"--no_python: the program {plan.script!r} is not on the PATH.")
+        return [path, *plan.script_arguments]
+    return [*switches, *(["-m"] if plan.launch.module else []), plan.script, *plan.script_arguments]
 
 
-def torchrun_command(plan: LaunchPlan) -> Command:
-    """Return `accel_cli.launch.elastic`, with the arguments of `torch.distributed.run`, as the program."""
-    require_script(plan)
-    quiet = ["--quiet"] if plan.launch.quiet else []
-    port = requested_port(plan.launch) or (DEFAULT_PORT if plan.launch.num_machines > 1 else None)
-    arguments = torchrun_arguments(plan, port, local_address(plan.launch))
-    line = (sys.executable, "-m", "accel_cli.launch.elastic", *quiet, *arguments)
-    return Command(command=line, environ=plan.environ)
+def simple_words(plan: LaunchPlan) -> list[str]:
+    """Return the command line of the script itself."""
+    return [*([] if plan.launch.no_python else [sys.executable]), *script_words(plan)]
 
 
-def torchrun_arguments(plan: LaunchPlan, port: int | None, address: str | None = None) -> list[str]:
-    """Return the arguments of `torch.distributed.run`."""
+def torchrun_words(plan: LaunchPlan) -> list[str]:
+    """Return the arguments of `accel_cli.launch.elastic`."""
+    port = requested_port(plan.launch) or (DEFAULT_PORT if plan.num_machines > 1 else None)
+    return torchrun_arguments(plan, port, local_address(plan.launch))
+
+
+def torchrun_arguments(
+    plan: LaunchPlan, port: int | None, address: str | None = None, processes: int | None = None
+) -> list[str]:
+    """Return the arguments of `torch.distributed.run`, optionally after `--quiet`.
+
+    Args:
+        plan: The plan.
+        port: The port of rank 0, if it is known.
+        address: The address of this machine, if it is known.
+        processes: The number of processes on this node; by default that of the plan.
+    """
     launch, defaults = plan.launch, LaunchSettings()
+    nodes = str(launch.num_machines)
+    is_ranked = plan.is_set("launch.machine_rank")
     arguments: dict[str, object] = {
-        "nproc_per_node": plan.local_processes,
-        "nnodes": launch.num_machines
-        if launch.min_machines is None
-        else f"{launch.min_machines}:{launch.num_machines}",
-        **torchrun_rendezvous(
-            launch, port, address, is_ranked=plan.merged.source_of(_RANK).value is not None
-        ),
+        "nproc_per_node": plan.local_processes if processes is None else processes,
+        "nnodes": nodes if launch.min_machines is None else f"{launch.min_machines}:{nodes}",
+        **torchrun_rendezvous(launch, port, address, is_ranked=is_ranked),
+        **{name: getattr(launch, name) for name in _PASSED_ON if plan.is_set(f"launch.{name}")},
     }
-    for name in _PASSED_ON:
-        if plan.merged.source_of(f"launch.{name}").value is not None:
-            arguments[name] = getattr(launch, name)
     # Users expect tracebacks in a log file, and with --quiet there is no summary that shows them.
     aloud = launch.quiet or launch.tee != defaults.tee or launch.log_dir is not None
     return [
+        *(["--quiet"] if launch.quiet else []),
         *(f"--{name}={value}" for name, value in arguments.items()),
         # After the dashes argparse takes no argument of the script for an option of torch.distributed.run.
         *("--module", "--", WORKER),
         *(["--program"] if launch.no_python else []),
-        *worker_line(plan, aloud=aloud),
+        *script_words(plan, *(["--aloud"] if aloud else [])),
     ]
 
 
@@ -294,9 +258,6 @@ def local_address(launch: LaunchSettings) -> str | None:
     return host if address.startswith("127.") or address == "::1" else address  # the endpoint is this machine
 
 
-_RANK = "launch.machine_rank"
-
-
 def torchrun_rendezvous(
     launch: LaunchSettings, port: int | None, local: str | None, *, is_ranked: bool
 ) -> dict[str, object]:
@@ -338,14 +299,6 @@ def _is_at(host: str, local: str | None) -> bool:
         return False
 
 
-def worker_line(plan: LaunchPlan, *, aloud: bool) -> list[str]:
-    """Return the command line of a rank, which prints its traceback if `aloud`."""
-    if plan.launch.no_python:
-        return [find_program(plan), *plan.script_arguments]
-    switches = [*(["--aloud"] if aloud else []), *(["-m"] if plan.launch.module else [])]
-    return [*switches, plan.script, *plan.script_arguments]
-
-
 WORKER = "accel_cli.launch.worker"
 """The module that every rank runs."""
 
@@ -353,39 +306,25 @@ PER_CHIP, PER_HOST = "each", "one"
 """One process per TPU chip, or one process for all chips of the host."""
 
 
-def xla_command(plan: LaunchPlan, processes: str = PER_CHIP) -> Command:
-    """Return `accel_cli.launch.xla_workers`, which starts a process per chip, as the program."""
+def xla_words(plan: LaunchPlan) -> list[str]:
+    """Return the arguments of `accel_cli.launch.xla_workers`."""
     if plan.launch.no_python:
         raise SettingsError("--no_python: processes on a TPU run a function of a Python script.")
-    require_script(plan)
-    module = ["-m"] if plan.launch.module else []
-    function = plan.merged.settings.tpu.main_training_function
-    line = (sys.executable, "-m", "accel_cli.launch.xla_workers", processes, function, *module, plan.script)
-    return Command(command=(*line, *plan.script_arguments), environ=plan.environ)
+    processes = PER_HOST if plan.settings.is_sharded_on_xla else PER_CHIP
+    return [processes, plan.settings.tpu.main_training_function, *script_words(plan)]
 
 
-def mpi_command(plan: LaunchPlan) -> Command:
-    """Return `mpirun` with its arguments as the program."""
-    mpirun = shutil.which("mpirun", path=plan.environ.get("PATH"))
-    if mpirun is None or plan.machine.mpirun is None:
-        raise MissingDependencyError(
-            "mpirun_hostfile requests mpirun, which is not on the PATH: install an MPI implementation "
-            "such as Open MPI."
-        )
-    require_script(plan)
-    master_variables = {
-        "MASTER_ADDR": plan.launch.main_process_ip or plan.machine.mpi_machines[0],
-        "MASTER_PORT": str(choose_port(plan.launch)),
-    }
-    environ = {**plan.environ, **master_variables}
-    line = [mpirun, *mpi_arguments(plan, environ, is_open=is_open_mpi(plan.machine.mpirun))]
-    return Command(command=tuple(line), environ=environ)
+def mpi_words(plan: LaunchPlan) -> list[str]:
+    """Return `mpirun` with its arguments, of the implementation that is installed."""
+    mpirun = require_program("mpirun", "mpirun_hostfile requests mpirun", plan.environ)
+    return [mpirun, *mpi_arguments(plan, is_open=is_open_mpi(plan.machine.mpirun or ""))]
 
 
-def mpi_arguments(plan: LaunchPlan, environ: Mapping[str, str], *, is_open: bool) -> list[str]:
+def mpi_arguments(plan: LaunchPlan, *, is_open: bool) -> list[str]:
     """Return the arguments of `mpirun`."""
+    environ = plan.environ
     exported = [name for name in environ if name in BY_VARIABLE or name in _MPI_VARIABLES]
-    hostfile = str(Path(plan.merged.settings.mpi.hostfile or "").expanduser())
+    hostfile = str(Path(plan.settings.mpi.hostfile or "").expanduser())
     if is_open:
         hosts = ["--hostfile", hostfile, "--map-by", f"ppr:{plan.local_processes}:node"]
         variables = [word for name in exported for word in ("-x", f"{name}={environ[name]}")]
@@ -393,12 +332,18 @@ def mpi_arguments(plan: LaunchPlan, environ: Mapping[str, str], *, is_open: bool
         hosts = ["-f", hostfile, "-ppn", str(plan.local_processes)]
         variables = [word for name in exported for word in ("-genv", name, environ[name])]
     python = [] if plan.launch.no_python else [sys.executable, "-m", WORKER]
-    number = str(plan.launch.num_processes)
-    return ["-n", number, *hosts, *variables, *python, *worker_line(plan, aloud=True)]
+    return ["-n", str(plan.num_processes), *hosts, *variables, *python, *script_words(plan, "--aloud")]
 
 
 _MPI_VARIABLES = ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")
 """Variables that processes on other machines need in addition to the settings."""
+
+
+def _master_variables(plan: LaunchPlan) -> dict[str, str]:
+    """Return the rendezvous, for launchers that do not set it."""
+    hosts = (*plan.machine.mpi_machines, *(plan.machine.hosts or ()), "")
+    address = plan.launch.main_process_ip or hosts[0]
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(choose_port(plan.launch))}
 
 
 _HYDRA = ("Intel(R) MPI", "MVAPICH", "HYDRA")
@@ -423,21 +368,15 @@ def is_open_mpi(version: str) -> bool:
     return "Open MPI" in version
 
 
-def deepspeed_command(plan: LaunchPlan) -> Command:
-    """Return `accel_cli.launch.deepspeed_hosts` with its arguments as the program."""
-    require_script(plan)
-    port = choose_port(plan.launch)
-    line = (sys.executable, "-m", "accel_cli.launch.deepspeed_hosts", *deepspeed_arguments(plan, port))
-    return Command(command=line, environ={**plan.environ, **deepspeed_rendezvous(plan, port)})
-
-
-def deepspeed_arguments(plan: LaunchPlan, port: int) -> list[str]:
-    """Return the names of the variables to export, then the arguments of DeepSpeed's launcher."""
-    hosts, launch = plan.merged.settings.hosts, plan.launch
+def deepspeed_words(plan: LaunchPlan) -> list[str]:
+    """Return the arguments of `accel_cli.launch.deepspeed_hosts`: exports, then DeepSpeed's own."""
+    hosts, launch = plan.settings.hosts, plan.launch
+    needs_master = hosts.launcher in _WITHOUT_MASTER
     exported = [name for name in plan.environ if name in BY_VARIABLE or name == "OMP_NUM_THREADS"]
-    exported += deepspeed_rendezvous(plan, port)
-    by_hand = (hosts.launcher or "pdsh") == "nossh"
-    worker = ["--module", WORKER, *worker_line(plan, aloud=True)]
+    exported += ["MASTER_ADDR", "MASTER_PORT"] if needs_master else []
+    port = plan.environ["MASTER_PORT"] if needs_master else str(choose_port(launch))
+    by_hand = ["--no_ssh", "--node_rank", str(launch.machine_rank)]
+    worker = ["--module", WORKER, *script_words(plan, "--aloud")]
     if launch.no_python:
         worker = ["--no_python", plan.script, *plan.script_arguments]
     elif hosts.launcher == "slurm":  # DeepSpeed cannot start modules with srun.
@@ -447,38 +386,28 @@ def deepspeed_arguments(plan: LaunchPlan, port: int) -> list[str]:
         "--no_local_rank",
         # DeepSpeed treats a missing hostfile as a single machine.
         *("--hostfile", str(Path(hosts.hostfile or "").expanduser())),
-        *(
-            ["--no_ssh", "--node_rank", str(launch.machine_rank)]
-            if by_hand
-            else ["--launcher", hosts.launcher or "pdsh"]
-        ),
+        *(by_hand if hosts.launcher == "nossh" else ["--launcher", hosts.launcher or "pdsh"]),
         *(["--include", hosts.inclusion] if hosts.inclusion else []),
         *(["--exclude", hosts.exclusion] if hosts.exclusion else []),
         *(["--master_addr", launch.main_process_ip] if launch.main_process_ip else []),
-        *("--master_port", str(port)),
+        *("--master_port", port),
         *worker,
     ]
 
 
-def deepspeed_rendezvous(plan: LaunchPlan, port: int) -> dict[str, str]:
-    """Return the rendezvous, for the launchers of DeepSpeed that do not set it."""
-    if plan.merged.settings.hosts.launcher not in {"openmpi", "slurm"}:
-        return {}
-    first = next(iter(plan.machine.hosts or {}), "")
-    return {"MASTER_ADDR": plan.launch.main_process_ip or first, "MASTER_PORT": str(port)}
+_WITHOUT_MASTER = ("openmpi", "slurm")
+"""The launchers of DeepSpeed that do not set the rendezvous."""
 
 
-def pod_command(plan: LaunchPlan) -> Command:
-    """Return `gcloud`, which runs `accel launch` on all machines of the pod, as the program."""
-    gcloud = shutil.which("gcloud", path=plan.environ.get("PATH"))
-    if gcloud is None:
-        raise MissingDependencyError("a TPU pod needs gcloud, which is not on the PATH: install it.")
-    return Command(command=(gcloud, *pod_arguments(plan)), environ=plan.environ)
+def pod_words(plan: LaunchPlan) -> list[str]:
+    """Return `gcloud` with the arguments that run `accel launch` on all machines of the pod."""
+    gcloud = require_program("gcloud", "a TPU pod needs gcloud", plan.environ)
+    return [gcloud, *pod_arguments(plan)]
 
 
 def pod_arguments(plan: LaunchPlan) -> list[str]:
     """Return the arguments of `gcloud`."""
-    tpu = plan.merged.settings.tpu
+    tpu = plan.settings.tpu
     return ssh_arguments(tpu.name, tpu.zone, remote_command(plan), ",".join(tpu.vm) or "all")
 
 
@@ -498,72 +427,54 @@ def ssh_arguments(name: str | None, zone: str | None, command: str, worker: str 
 
 def remote_command(plan: LaunchPlan) -> str:
     """Return the shell command of each machine: the configured commands, then the script."""
-    tpu, launch = plan.merged.settings.tpu, plan.launch
-    variables = [*(f"{name}={value}" for name, value in to_environ(plan.merged.settings).items()), *tpu.env]
+    tpu = plan.settings.tpu
+    variables = [*(f"{name}={value}" for name, value in to_environ(plan.settings).items()), *tpu.env]
     line = [
         *(["sudo"] if tpu.use_sudo else []),
         *(["env", *variables] if variables else []),
         *("accel", "launch", "--tpu", "--no_tpu_cluster"),
         *("--main_training_function", tpu.main_training_function),
         *(["--downcast_bf16"] if tpu.downcast_bf16 else []),
-        *(["-m"] if launch.module else []),
-        plan.script,
-        *plan.script_arguments,
+        *script_words(plan),
     ]
-    before = plan.machine.commands or tpu.commands
-    return "; ".join([*before, shlex.join(line)])
+    return "; ".join([*(plan.machine.commands or tpu.commands), shlex.join(line)])
 
 
-def run_program(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
-    """Run a program; return 0, or 2 after an `AccelError`, whose message is printed."""
-    try:
-        main(arguments)
-    except AccelError as error:
-        say(f"error: {error}")
-        return ERROR
-    return 0
-
-
-def _needs_torchrun(facts: LaunchFacts, launch: LaunchSettings) -> bool:
-    defaults = LaunchSettings()
+def _needs_torchrun(plan: LaunchPlan) -> bool:
+    launch, defaults = plan.launch, LaunchSettings()
     is_requested = any(getattr(launch, name) != getattr(defaults, name) for name in _NEEDS_TORCHRUN)
-    return ((launch.num_processes or 1) > 1 or is_requested) and not facts.is_worker
+    return (plan.num_processes > 1 or is_requested) and not plan.is_worker
 
 
 _NEEDS_TORCHRUN = ("rdzv_conf", "max_restarts", "monitor_interval", "tee", "log_dir", "role", "min_machines")
 """Settings that need torch.distributed.run even for a single process."""
 
 
-def _starts_replica_groups(facts: LaunchFacts, launch: LaunchSettings) -> bool:
+def _starts_replica_groups(plan: LaunchPlan) -> bool:
     """Return whether this command starts replica groups, rather than the processes of one group."""
-    del launch
-    is_of_group = facts.source_of("replicas.group").value is not None
-    return facts.settings.replicas.groups > 1 and not is_of_group and not facts.is_worker
+    is_of_group = plan.is_set("replicas.group")
+    return plan.settings.replicas.groups > 1 and not is_of_group and not plan.is_worker
 
 
-def _own_group_variables(plan: LaunchPlan) -> Mapping[str, str]:
+def _own_group_variables(plan: LaunchPlan) -> dict[str, str]:
     """Return the rendezvous variables of a single-process group."""
     ip, port = plan.launch.main_process_ip, plan.launch.main_process_port
     return ({} if ip is None else {"MASTER_ADDR": ip}) | ({"MASTER_PORT": str(port)} if port else {})
 
 
-def _require_sbatch(plan: LaunchPlan) -> None:
-    if shutil.which("sbatch", path=plan.environ.get("PATH")) is None:
-        raise MissingDependencyError(
-            "--launcher slurm submits a job with sbatch, which is not on the PATH: run it on a Slurm "
-            "node, or print the job with --dry_run."
-        )
+def _aws_variables(plan: LaunchPlan) -> dict[str, str]:
+    """Return the keys of a job on SageMaker in the variables that AWS reads."""
+    cloud = plan.settings.sagemaker
+    keys = {
+        "AWS_ACCESS_KEY_ID": cloud.aws_access_key_id,
+        "AWS_SECRET_ACCESS_KEY": cloud.aws_secret_access_key,
+        "AWS_PROFILE": cloud.profile,
+        "AWS_DEFAULT_REGION": cloud.region,
+    }
+    return {name: value for name, value in keys.items() if value}
 
 
-def _require_library(name: str, module: str, title: str, _: LaunchPlan) -> None:
-    if find_spec(module) is None:
-        extra = {"replicas": "accel-plugins[torchft]"}.get(name, f"accel-cli[{name}]")
-        raise MissingDependencyError(
-            f"--launcher {name} needs {title}, which is not installed: `pip install '{extra}'`."
-        )
-
-
-def _shutdown_variables(plan: LaunchPlan) -> Mapping[str, str]:
+def _shutdown_variables(plan: LaunchPlan) -> dict[str, str]:
     """Return a variable that replaces an argument of newer versions of torch.distributed.run."""
     seconds = plan.launch.shutdown_timeout
     return {} if seconds is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(seconds)}
@@ -581,99 +492,155 @@ def xla_formats(mixed_precision: str | None, *, downcast: bool) -> dict[str, str
     return {"XLA_DOWNCAST_BF16" if downcast else "XLA_USE_BF16": "1"}
 
 
-def _xla_formats_of(plan: LaunchPlan) -> Mapping[str, str]:
-    settings = plan.merged.settings
+def _xla_formats_of(plan: LaunchPlan) -> dict[str, str]:
+    settings = plan.settings
     return xla_formats(settings.precision.mixed_precision, downcast=settings.tpu.downcast_bf16)
+
+
+def module_line(module: str, words: Sequence[str]) -> list[str]:
+    """Return the command line that runs a module of this package."""
+    return [sys.executable, "-m", f"accel_cli.launch.{module}", *words]
+
+
+def _by_words(
+    name: str,
+    explain: str,
+    applies: Callable[[LaunchPlan], bool],
+    words: Callable[[LaunchPlan], list[str]],
+    *,
+    module: str | None = None,
+    environ: Callable[[LaunchPlan], Mapping[str, str]] = lambda _: {},
+    script_is_here: bool = True,
+) -> Launcher:
+    """Return the row of a command line: of a program, or the arguments of a module that imports torch."""
+
+    def line(plan: LaunchPlan) -> list[str]:
+        return words(plan) if module is None else module_line(module, words(plan))
+
+    def run(plan: LaunchPlan) -> int:
+        if script_is_here:
+            require_script(plan)
+        if module is None:
+            return become(line(plan), plan.environ)
+        arguments = words(plan)
+        set_environment(plan.environ)
+        return import_module(f"accel_cli.launch.{module}").main(arguments)
+
+    def show(plan: LaunchPlan) -> str:
+        return shlex.join(redact_line(line(plan)))
+
+    return Launcher(name=name, explain=explain, applies=applies, run=run, show=show, environ=environ)
+
+
+def _by_module(
+    name: str,
+    explain: str,
+    applies: Callable[[LaunchPlan], bool],
+    *,
+    environ: Callable[[LaunchPlan], Mapping[str, str]] = lambda _: {},
+    remote: bool = False,
+) -> Launcher:
+    """Return the row of a module of its name with `run` and `show`, which is imported when one is called."""
+
+    def load() -> Any:
+        return import_module(f"accel_cli.launch.{name}")
+
+    return Launcher(
+        name=name,
+        explain=explain,
+        applies=applies,
+        run=lambda plan: load().run(plan),
+        show=lambda plan: load().show(plan),
+        environ=environ,
+        remote=remote,
+    )
 
 
 BUILT_IN: Mapping[str, Launcher] = {
     row.name: row
     for row in (
-        Launcher(
-            name="sagemaker",
-            applies=lambda _, launch: launch.compute_environment == "AMAZON_SAGEMAKER",
-            job="accel_cli.launch.sagemaker:sagemaker_command",
-            explain="the SageMaker SDK starts a job",
+        _by_module(
+            "sagemaker",
+            "the SageMaker SDK starts a job",
+            lambda plan: plan.launch.compute_environment == "AMAZON_SAGEMAKER",
+            environ=_aws_variables,
         ),
-        Launcher(
-            name="pod",
-            applies=lambda facts, launch: launch.on_tpu and facts.settings.tpu.use_cluster,
-            job=pod_command,
-            explain="gcloud starts this command on the machines of the pod",
+        _by_words(
+            "pod",
+            "gcloud starts this command on the machines of the pod",
+            lambda plan: plan.launch.on_tpu and plan.settings.tpu.use_cluster,
+            pod_words,
+            script_is_here=False,
         ),
-        Launcher(
-            name="xla_spmd",
-            applies=lambda facts, _: facts.settings.is_sharded_on_xla,
-            job=partial(xla_command, processes=PER_HOST),
-            explain="one process drives all chips of this machine, and the compiler shards over them",
+        _by_words(
+            "xla_spmd",
+            "one process drives all chips of this machine, and the compiler shards over them",
+            lambda plan: plan.settings.is_sharded_on_xla,
+            xla_words,
+            module="xla_workers",
             environ=_xla_formats_of,
         ),
-        Launcher(
-            name="xla",
-            applies=lambda _, launch: launch.on_tpu,
-            job=xla_command,
-            explain="torch_xla starts a process for every chip of this machine",
+        _by_words(
+            "xla",
+            "torch_xla starts a process for every chip of this machine",
+            lambda plan: plan.launch.on_tpu,
+            xla_words,
+            module="xla_workers",
             environ=_xla_formats_of,
         ),
-        Launcher(
-            name="slurm",
-            applies=lambda _, launch: launch.launcher == "slurm",
-            job="accel_cli.launch.slurm:slurm_command",
-            explain="a Slurm job runs this command on each of its nodes",
-            check=_require_sbatch,
+        _by_module(
+            "slurm",
+            "a Slurm job runs this command on each of its nodes",
+            lambda plan: plan.launch.launcher == "slurm",
             remote=True,
-            dry_run="accel_cli.launch.slurm:batch_script",
         ),
-        Launcher(
-            name="ray",
-            applies=lambda _, launch: launch.launcher == "ray",
-            job="accel_cli.launch.ray:ray_command",
-            explain="an actor of Ray runs each process, in a placement group",
-            check=partial(_require_library, "ray", "ray", "Ray"),
+        _by_module(
+            "ray",
+            "an actor of Ray runs this command on each node, in a placement group",
+            lambda plan: plan.launch.launcher == "ray",
             remote=True,
-            dry_run="accel_cli.launch.ray:dry_run",
         ),
-        Launcher(
-            name="kubeflow",
-            applies=lambda _, launch: launch.launcher == "kubeflow",
-            job="accel_cli.launch.kubeflow:kubeflow_command",
-            explain="pods of a Kubernetes job run this command",
-            check=partial(_require_library, "kubeflow", "kubernetes", "the client of Kubernetes"),
+        _by_module(
+            "kubeflow",
+            "pods of a Kubernetes job run this command",
+            lambda plan: plan.launch.launcher == "kubeflow",
             remote=True,
-            dry_run="accel_cli.launch.kubeflow:dry_run",
         ),
-        Launcher(
-            name="replicas",
-            applies=_starts_replica_groups,
-            job="accel_cli.launch.replicas:replicas_command",
-            explain="an elastic agent starts each replica group, and torchft tracks which are alive",
-            check=partial(_require_library, "replicas", "torchft", "torchft"),
+        _by_module(
+            "replicas",
+            "an elastic agent starts each replica group, and torchft tracks which are alive",
+            _starts_replica_groups,
         ),
-        Launcher(
-            name="deepspeed",
-            applies=lambda facts, _: facts.reaches_hosts and facts.machines > 1 and not facts.is_worker,
-            job=deepspeed_command,
-            explain="DeepSpeed's launcher starts the processes of all machines",
+        _by_words(
+            "deepspeed",
+            "DeepSpeed's launcher starts the processes of all machines",
+            lambda plan: plan.reaches_hosts and plan.num_machines > 1 and not plan.is_worker,
+            deepspeed_words,
+            module="deepspeed_hosts",
+            environ=lambda plan: (
+                _master_variables(plan) if plan.settings.hosts.launcher in _WITHOUT_MASTER else {}
+            ),
         ),
-        Launcher(
-            name="mpirun",
-            applies=lambda facts, _: facts.settings.mpi.hostfile is not None and not facts.is_worker,
-            job=mpi_command,
-            explain="mpirun starts the processes of all machines",
+        _by_words(
+            "mpirun",
+            "mpirun starts the processes of all machines",
+            lambda plan: plan.settings.mpi.hostfile is not None and not plan.is_worker,
+            mpi_words,
+            environ=_master_variables,
         ),
-        Launcher(
-            name="torchrun",
-            applies=_needs_torchrun,
-            job=torchrun_command,
-            explain="torch.distributed.run starts the processes of this machine",
+        _by_words(
+            "torchrun",
+            "torch.distributed.run starts the processes of this machine",
+            _needs_torchrun,
+            torchrun_words,
+            module="elastic",
             environ=_shutdown_variables,
         ),
-        Launcher(
-            name="simple",
-            applies=lambda facts, launch: (launch.num_processes or 1) == 1 or facts.is_worker,
-            job=simple_command,
-            explain="one process, this one",
-            check=require_script,
+        _by_words(
+            "simple",
+            "one process, this one",
+            lambda plan: plan.num_processes == 1 or plan.is_worker,
+            simple_words,
             environ=_own_group_variables,
         ),
     )

@@ -1,12 +1,11 @@
-"""Run a job on a Ray cluster: an actor per rank, in a placement group with a bundle per node.
+"""Run a job on a Ray cluster: an actor for each node, which runs `accel launch` there.
 
-This is the only importer of Ray in the command. Each actor starts the script in a child process and sends its
-output to the launcher. The launcher prints it, forwards signals, and restarts all ranks if one fails.
+This is the only importer of Ray in the command. The launcher reserves the nodes in a placement group, prints
+the output of the actors, forwards signals, and restarts all nodes if one fails.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
@@ -15,460 +14,295 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import yaml
 
-from accel_cli.launch.hosts import VISIBLE_DEVICES, count_cores
-from accel_cli.launch.launchers import (
-    STOP_SIGNALS,
-    WORKER,
-    Command,
-    alias_path,
-    handle_signals,
-    require_script,
-    say,
-    worker_line,
-)
+from accel_cli.launch.clusters import follow, node_flags
+from accel_cli.launch.hosts import VISIBLE_DEVICES
+from accel_cli.launch.launchers import WORKER, require_library, require_script, say
+from accel_cli.launch.plan import LaunchPlan
 from accel_cli.main import ERROR
-from accel_cli.output import first_line
-from accel_state.environ import read
+from accel_cli.output import first_line, redact_line
+from accel_state.environ import read, set_environment
 from accel_state.errors import SettingsError
-from accel_state.frozen import frozen
 from accel_state.settings import to_environ
-
-if TYPE_CHECKING:
-    from accel_cli.launch.command import LaunchPlan
+from accel_state.topology import free_port
 
 
-def ray_command(plan: LaunchPlan) -> Command:
-    """Return this module, with the job as JSON, as the program."""
-    require_script(plan)
-    line = (sys.executable, "-m", "accel_cli.launch.ray", json.dumps(job_of(plan)))
-    return Command(command=line, environ={**plan.environ, **alias_path(plan)})
+def run(plan: LaunchPlan) -> int:
+    """Connect to the cluster, and run the job.
 
-
-def dry_run(plan: LaunchPlan) -> str:
-    """Return the job as YAML, with the variables that the settings become."""
-    shown = {**job_of(plan), "environment": {**to_environ(plan.merged.settings), **alias_path(plan)}}
-    return yaml.safe_dump(shown, sort_keys=False, width=100).rstrip()
-
-
-def job_of(plan: LaunchPlan) -> dict[str, Any]:
-    """Return the job of a plan as data for the Ray launcher.
-
-    Raises:
-        SettingsError: Arguments are for other launchers.
+    Returns:
+        The exit code of the node that failed first; 128 plus the number of the signal that ended the job; or
+        2 if there is no cluster.
     """
-    sourced = [plan.merged.source_of(f"launch.{name}") for name in _OF_OTHERS]
-    if names := [source.origin for source in sourced if source.value is not None]:
-        is_one = "is" if len(names) == 1 else "are"
-        raise SettingsError(f"{', '.join(names)} {is_one} not supported with --launcher ray.")
-    launch, cluster, local = plan.launch, plan.merged.settings.cluster, plan.local_processes
-    gpus = {} if cluster.gpus_per_node is None else {"GPU": cluster.gpus_per_node}
-    threads = launch.num_cpu_threads_per_process
-    return {
+    require_script(plan)
+    require_library("ray", "ray", "Ray")
+    words = node_words(plan)
+    set_environment(plan.environ)
+    ray, address = import_module("ray"), plan.settings.cluster.ray_address
+    sys.stdout = sys.stderr  # Messages of Ray, such as that a worker has died, are not output of the script.
+    try:
+        host, colon, port = address.removeprefix("ray://").rpartition(":")
+        if colon and port.isdecimal():  # Ray would end this process if nothing listens there.
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_NOTICE_TIMEOUT).close()
+        ray.init(address=address, log_to_driver=False, logging_level="WARNING")
+    except (OSError, ValueError, RuntimeError) as error:
+        say(f"error: no Ray cluster found at {address!r}: {first_line(error)}")
+        return ERROR
+    try:
+        return follow(RayJob(plan, words, ray), _PAUSE, "SIGHUP")
+    finally:
+        ray.shutdown()
+
+
+def show(plan: LaunchPlan) -> str:
+    """Return the job as YAML: what is reserved, and the command and variables of each node."""
+    cluster = plan.settings.cluster
+    job = {
         "address": cluster.ray_address,
         "strategy": cluster.ray_strategy,
-        "bundles": [{"CPU": local, **gpus} for _ in range(launch.num_machines)],
-        "ranks_per_bundle": local,
-        "max_restarts": launch.max_restarts,
-        "grace": _GRACE if launch.shutdown_timeout is None else launch.shutdown_timeout,
-        "threads": threads,
-        "command": [WORKER, *(["--program"] if launch.no_python else []), *worker_line(plan, aloud=True)],
+        "bundles": bundles(plan),
+        "max_restarts": plan.launch.max_restarts,
+        "command": redact_line(["accel", "launch", *node_words(plan)]),
+        "environment": to_environ(plan.settings),
     }
+    return yaml.safe_dump(job, sort_keys=False, width=100).rstrip()
 
 
-_GRACE = 30
-"""Grace time in seconds of processes after a signal, as under torch.distributed.run."""
-
-_OF_OTHERS = (
-    "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf", "min_machines",
-    "gpu_ids", "monitor_interval", "tee", "log_dir", "role",
-)  # fmt: skip
-"""Launch settings that apply to torch.distributed.run only."""
+def bundles(plan: LaunchPlan) -> list[dict[str, int]]:
+    """Return the resources of each node."""
+    gpus = plan.settings.cluster.gpus_per_node
+    bundle = {"CPU": plan.local_processes, **({} if gpus is None else {"GPU": gpus})}
+    return [dict(bundle) for _ in range(plan.num_machines)]
 
 
-@frozen
-class Location:
-    """The node and devices of an actor.
+def node_words(plan: LaunchPlan) -> list[str]:
+    """Return the arguments of `accel launch` on each node, without its rank and the rendezvous.
 
-    Args:
-        node: The id of its node.
-        address: The IP address of its node.
-        port: A free TCP port of its node.
-        cores: Number of usable CPU cores.
-        gpus: The GPUs that Ray assigned.
+    Raises:
+        SettingsError: Arguments are for launches by hand.
     """
-
-    node: str
-    address: str
-    port: int
-    cores: int
-    gpus: tuple[str, ...] = ()
-
-
-def order_ranks(locations: Sequence[Location]) -> list[int]:
-    """Return the order of actors by rank, with consecutive ranks on each node.
-
-    Example:
-        >>> order_ranks([Location(node=node, address="", port=0, cores=1) for node in "aba"])
-        [0, 2, 1]
-    """
-    nodes = list(dict.fromkeys(location.node for location in locations))
-    return sorted(range(len(locations)), key=lambda index: nodes.index(locations[index].node))
+    if names := [plan.origin(path) for path in _BY_HAND if plan.is_set(path)]:
+        is_one = "is" if len(names) == 1 else "are"
+        raise SettingsError(f"{', '.join(names)} {is_one} not supported with --launcher ray.")
+    flags = node_flags(plan, "launch.max_restarts", "launch.main_process_port")
+    counts = [f"--num_machines={plan.num_machines}", f"--num_processes={plan.num_processes}"]
+    return [*flags, *counts, "--", plan.script, *plan.script_arguments]
 
 
-def rank_environs(locations: Sequence[Location], attempt: int) -> list[dict[str, str]]:
-    """Return the variables of each rank, as torch.distributed.run sets them.
-
-    Args:
-        locations: The locations of the actors in rank order.
-        attempt: Number of earlier starts of the ranks.
-
-    Example:
-        >>> first, second = [Location(node=name, address="10.0.0.1", port=29400, cores=8) for name in "ab"]
-        >>> environ = rank_environs([first, second], 0)[1]
-        >>> environ["RANK"], environ["LOCAL_RANK"], environ["GROUP_RANK"], environ["MASTER_ADDR"]
-        ('1', '0', '1', '10.0.0.1')
-    """
-    nodes = list(dict.fromkeys(location.node for location in locations))
-    environs: list[dict[str, str]] = []
-    for rank, location in enumerate(locations):
-        local = [index for index, other in enumerate(locations) if other.node == location.node]
-        gpus = [gpu for index in local for gpu in locations[index].gpus]
-        environs.append(
-            {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(locations)),
-                "LOCAL_RANK": str(local.index(rank)),
-                "LOCAL_WORLD_SIZE": str(len(local)),
-                "GROUP_RANK": str(nodes.index(location.node)),
-                "GROUP_WORLD_SIZE": str(len(nodes)),
-                "MASTER_ADDR": locations[0].address,
-                "MASTER_PORT": str(locations[0].port),
-                "TORCHELASTIC_RESTART_COUNT": str(attempt),
-                "OMP_NUM_THREADS": str(max(1, location.cores // len(local))),
-                # The local rank is a device index: a rank sees the devices of all ranks of its node.
-                **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
-            }
-        )
-    return environs
+_BY_HAND = ("launch.machine_rank", "launch.main_process_ip", "launch.min_machines", "launch.gpu_ids")
+"""Settings that describe a single node, or nodes that join and leave."""
 
 
-class Rank:
-    """A Ray actor that runs the script in a child process, which ends with the actor."""
+class Node:
+    """A Ray actor that runs a command in a child process, which ends with the actor."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._output: queue.Queue[tuple[int, bytes] | int] = queue.Queue(maxsize=1000)
+        self._output: queue.Queue[bytes | int] = queue.Queue(maxsize=1000)
 
-    def where(self) -> Location:
-        """Return the location of this actor."""
-        ray: Any = import_module("ray")
-        context = ray.get_runtime_context()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        return Location(
-            node=context.get_node_id(),
-            address=ray.util.get_node_ip_address(),
-            port=port,
-            cores=count_cores(),
-            gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
-        )
+    def place(self) -> tuple[str, int]:
+        """Return the address of this node, and a free port of it."""
+        return import_module("ray").util.get_node_ip_address(), free_port()
 
-    def start(self, command: Sequence[str], environ: Mapping[str, str], folder: str | None) -> None:
-        """Start the script.
-
-        Args:
-            command: The module that every rank runs, and its arguments.
-            environ: Variables in addition to those of this process.
-            folder: The working directory; None for that of this process.
-        """
+    def start(self, words: Sequence[str], environ: Mapping[str, str], folder: str | None) -> None:
+        """Start a command in a folder; None for that of this process."""
         ready = threading.Event()
         # On Linux the child ends with the thread that started it, which must not be one of Ray's.
-        arguments = (command, {**read(), **environ}, folder, ready)
-        threading.Thread(target=self._run, args=arguments, daemon=True).start()
+        threading.Thread(target=self._run, args=(words, environ, folder, ready), daemon=True).start()
         ready.wait()
 
-    def read(self) -> tuple[list[tuple[int, bytes]], int | None]:
-        """Wait for output, or the end of the script.
-
-        Returns:
-            Lines with the number of their stream, 1 or 2; and the exit code, None while the script runs.
-        """
-        lines: list[tuple[int, bytes]] = []
+    def read(self) -> tuple[bytes, int | None]:
+        """Wait for lines of output, or the exit code; while the command runs it is None."""
         item = self._output.get()
-        while not isinstance(item, int):
-            lines.append(item)
-            try:
-                item = self._output.get_nowait()
-            except queue.Empty:
-                return lines, None
-        return lines, item
+        return (b"", item) if isinstance(item, int) else (item, None)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the script and its children."""
+        """Send a signal to the command, which forwards it."""
         if self._process is not None and self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+            self._process.send_signal(number)
 
     def _run(
-        self, command: Sequence[str], environ: dict[str, str], folder: str | None, ready: threading.Event
+        self, words: Sequence[str], environ: Mapping[str, str], folder: str | None, ready: threading.Event
     ) -> None:
-        module, *words = command
         if hasattr(signal, "pthread_sigmask"):  # Ray blocks it, and a child inherits the mask of its thread.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        line = [sys.executable, "-m", module, f"--launcher={os.getpid()}", *words]
+        inherited = {name: value for name, value in read().items() if name != "OMP_NUM_THREADS"}  # of Ray
+        line = [sys.executable, "-m", WORKER, f"--launcher={os.getpid()}", "--program", *words]
         try:
             self._process = process = subprocess.Popen(
-                line, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True,
+                line, cwd=folder, env={**inherited, **environ}, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            self._output.put((2, f"accel launch: error: {error}\n".encode()))
+            self._output.put(f"accel launch: error: {error}\n".encode())
             self._output.put(ERROR)
             return
         finally:
             ready.set()
-        streams = [(1, process.stdout), (2, process.stderr)]
-        readers = [threading.Thread(target=self._pass_on, args=item, daemon=True) for item in streams]
-        for reader in readers:
-            reader.start()
+        reader = threading.Thread(target=self._pass_on, args=(process.stdout,), daemon=True)
+        reader.start()
         code = process.wait()
-        for reader in readers:  # A remaining child of the script may keep them open.
-            reader.join(_LAST_OUTPUT)
+        reader.join(_LAST_OUTPUT)  # A remaining child of the script may keep the stream open.
         self._output.put(code)
 
-    def _pass_on(self, number: int, stream: IO[bytes]) -> None:
-        """Queue the output of a stream line by line."""
+    def _pass_on(self, stream: IO[bytes]) -> None:
+        """Queue the output line by line."""
         unfinished = b""
         with stream:
             while text := os.read(stream.fileno(), 1 << 16):
                 unfinished += text
                 if end := max(unfinished.rfind(b"\n"), unfinished.rfind(b"\r")) + 1:
-                    self._output.put((number, unfinished[:end]))
+                    self._output.put(unfinished[:end])
                     unfinished = unfinished[end:]
         if unfinished:
-            self._output.put((number, unfinished + b"\n"))
+            self._output.put(unfinished + b"\n")
 
 
 _LAST_OUTPUT = 2.0
-"""Seconds to wait for the end of the streams after the end of the process."""
+"""Seconds to wait for the end of the output after the end of the process."""
 
 LOST = 128 + 9
-"""The exit code of a rank whose actor or node has died, as of a shell after SIGKILL."""
+"""The exit code of a node whose actor has died, as of a shell after SIGKILL."""
 
 
-class Job:
-    """A job, from its placement group to its exit code.
+class RayJob:
+    """The nodes of a job.
 
     Args:
-        job: The result of `job_of`.
+        plan: The plan of the job.
+        words: The arguments of `accel launch` on each node.
         ray: The module `ray`, connected to a cluster.
     """
 
-    def __init__(self, job: Mapping[str, Any], ray: Any) -> None:
-        self._job = job
-        self._ray = ray
-        self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._ended_by = 0
+    def __init__(self, plan: LaunchPlan, words: Sequence[str], ray: Any) -> None:
+        self._launch, self._words, self._ray = plan.launch, words, ray
+        self._bundles, self._strategy = bundles(plan), plan.settings.cluster.ray_strategy
+        self._group = ray.util.placement_group(self._bundles, strategy=self._strategy)
+        self._notice_at = time.monotonic() + _NOTICE_TIMEOUT
+        self._attempt, self._is_cancelled = 0, False
+        self._reset()
 
-    def run(self) -> int:
-        """Run the job; return 0, the exit code of the rank that failed first, or 128 plus the signal."""
-        names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-        with handle_signals(names, lambda number, _: self._signals.put(number)):
-            group, code, restarts = self._reserve(), 0, self._job["max_restarts"]
-            for attempt in range(restarts + 1):
-                if group is None or self._ended_by:
-                    break
-                if attempt:
-                    say(f"restarting all ranks: restart {attempt} of {restarts}")
-                code = self._attempt(group, attempt)
-                if not code:
-                    break
-            return 128 + self._ended_by if self._ended_by else code
+    def _reset(self) -> None:
+        self._nodes: list[Any] = []
+        self._places: list[Any] = []
+        self._outputs: dict[Any, int] = {}  # What is awaited from each node that runs.
+        self._code, self._deadline = 0, float("inf")
 
-    def _reserve(self) -> Any:
-        """Return the placement group once it is ready; None after a signal."""
-        strategy, bundles = self._job["strategy"], self._job["bundles"]
-        group = self._ray.util.placement_group(bundles, strategy=strategy)
-        since, is_reported = time.monotonic(), False
-        while not group.wait(_PAUSE):
-            if self._take_signal():
-                return None
-            if not is_reported and time.monotonic() - since > _NOTICE_TIMEOUT:
-                is_reported = True
-                has = {name: int(n) for name, n in self._ray.cluster_resources().items() if name in _SHOWN}
-                say(f"waiting for {len(bundles)} bundles of {bundles[0]} ({strategy}); the cluster has {has}")
-        return group
-
-    def _attempt(self, group: Any, attempt: int) -> int:
-        """Start all ranks and follow them to their end; return the first non-zero exit code, or 0."""
-        ray, size = self._ray, self._job["ranks_per_bundle"]
-        strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-        # The class of the imported module, not of `__main__`: nodes import it.
-        actor = ray.remote(import_module("accel_cli.launch.ray").Rank)
-        gpus = min(1, self._job["bundles"][0].get("GPU", 0) // size)
-        actors = [
-            actor.options(
-                num_cpus=1, num_gpus=gpus, max_concurrency=4,
-                scheduling_strategy=strategy(group, placement_group_bundle_index=index // size),
-            ).remote()
-            for index in range(size * len(self._job["bundles"]))
-        ]  # fmt: skip
+    def poll(self) -> int | None:
+        """Start the nodes once they are reserved, show their output, restart all if one has failed."""
+        is_starting = not self._outputs and not self._code
+        if is_starting and self._is_cancelled:
+            return 0
         try:
-            locations = self._until([rank.where.remote() for rank in actors])
-            if locations is None:
-                return 0
-            order = order_ranks(locations)
-            actors, locations = [actors[index] for index in order], [locations[index] for index in order]
-            self._start(actors, locations, attempt)
-            nodes = list(dict.fromkeys(location.node for location in locations))
-            numbers = [nodes.index(location.node) for location in locations]
-            return self._follow([*zip(actors, numbers, strict=True)])
-        except ray.exceptions.RayError as error:
-            say(f"could not start the ranks: {first_line(error)}")
-            return LOST
-        finally:
-            for rank in actors:
-                ray.kill(rank)
+            if not self._nodes:
+                return self._reserve()
+            if self._places:
+                return self._start()
+        except self._ray.exceptions.RayError as error:
+            say(f"could not start the nodes: {first_line(error)}")
+            self._places, self._code = [], LOST
+        awaited = [*self._outputs]
+        for reference in self._ray.wait(awaited, num_returns=len(awaited), timeout=0)[0] if awaited else ():
+            self._show(reference)
+        if self._outputs and time.monotonic() < self._deadline:
+            return None
+        for node in self._nodes:
+            self._ray.kill(node)
+        if not self._code or self._is_cancelled or self._attempt == self._launch.max_restarts:
+            return self._code
+        self._attempt += 1
+        say(f"restarting all nodes: restart {self._attempt} of {self._launch.max_restarts}")
+        self._reset()
+        return None
 
-    def _start(self, actors: Sequence[Any], locations: Sequence[Location], attempt: int) -> None:
-        context = self._ray.get_runtime_context()
+    def cancel(self, number: int) -> None:
+        """End all nodes."""
+        self._is_cancelled = True
+        self._end(number)
+
+    def forward(self, number: int) -> None:
+        """Send a signal to all nodes that run."""
+        for index in self._outputs.values():
+            self._nodes[index].signal.remote(int(number))
+
+    def _end(self, number: int) -> None:
+        """Send a termination signal to the nodes that run; they have a grace time."""
+        self.forward(number)
+        seconds = self._launch.shutdown_timeout
+        self._deadline = time.monotonic() + _MARGIN + (_GRACE if seconds is None else seconds)
+
+    def _reserve(self) -> None:
+        """Create an actor for each bundle once the placement group is ready."""
+        if not self._group.wait(_PAUSE):
+            if time.monotonic() > self._notice_at:
+                self._notice_at = float("inf")
+                has = {
+                    key: int(n) for key, n in self._ray.cluster_resources().items() if key in {"CPU", "GPU"}
+                }
+                wanted = f"{len(self._bundles)} bundles of {self._bundles[0]} ({self._strategy})"
+                say(f"waiting for {wanted}; the cluster has {has}")
+            return
+        strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+        actor = self._ray.remote(Node)
+        self._nodes = [
+            actor.options(
+                num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_concurrency=4,
+                scheduling_strategy=strategy(self._group, placement_group_bundle_index=index),
+            ).remote()
+            for index, bundle in enumerate(self._bundles)
+        ]  # fmt: skip
+        self._places = [node.place.remote() for node in self._nodes]
+
+    def _start(self) -> None:
+        """Start the command of each node once all actors are there."""
+        count = len(self._places)
+        if len(self._ray.wait(self._places, num_returns=count, timeout=0)[0]) < count:
+            return
+        address, port = self._ray.get(self._places)[0]
+        port = self._launch.main_process_port or port
         # If the job has a working directory, Ray runs its actors in their node's copy of it.
-        folder = None if context.runtime_env.get("working_dir") else str(Path.cwd())
+        has_folder = self._ray.get_runtime_context().runtime_env.get("working_dir")
         # Variables that describe a node or its Ray must not be copied to another node.
         of_node = {"HOSTNAME", *VISIBLE_DEVICES.values()}
-        ours = {
-            name: value
-            for name, value in read().items()
-            if not name.startswith("RAY_") and name not in of_node
-        }
-        threads = self._job["threads"] or ours.get("OMP_NUM_THREADS")
-        fixed = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        self._ray.get(
-            [
-                actor.start.remote(
-                    self._job["command"], {"PYTHONUNBUFFERED": "1", **ours, **environ, **fixed}, folder
-                )
-                for actor, environ in zip(actors, rank_environs(locations, attempt), strict=True)
-            ]
-        )
+        environ = {key: text for key, text in read().items() if key not in of_node and key[:4] != "RAY_"}
+        for index, node in enumerate(self._nodes):
+            rank = [f"--machine_rank={index}", f"--main_process_ip={address}", f"--main_process_port={port}"]
+            words = [sys.executable, "-m", "accel_cli", "launch", *(rank if count > 1 else []), *self._words]
+            folder = None if has_folder else str(Path.cwd())
+            self._ray.get(node.start.remote(words, {"PYTHONUNBUFFERED": "1", **environ}, folder))
+            self._outputs[node.read.remote()] = index
+        self._places = []
 
-    def _until(self, references: Sequence[Any]) -> list[Any] | None:
-        """Return the results when all are ready; None after a termination signal."""
-        while len(self._ray.wait(references, num_returns=len(references), timeout=_PAUSE)[0]) < len(
-            references
-        ):
-            if self._take_signal():
-                return None
-        return self._ray.get(references)
-
-    def _follow(self, ranks: Sequence[tuple[Any, int]]) -> int:
-        """Print the output of the ranks until all have ended; end the others if one fails."""
-        ray, is_several = self._ray, len(ranks) > 1
-        first, deadline = 0, float("inf")
-        waiting = {actor.read.remote(): rank for rank, (actor, _) in enumerate(ranks)}
-        while waiting and time.monotonic() < deadline:
-            for reference in ray.wait(list(waiting), timeout=_PAUSE)[0]:
-                rank = waiting.pop(reference)
-                actor, node = ranks[rank]
-                name = f"node {node} rank {rank}"
-                try:
-                    lines, code = ray.get(reference)
-                except ray.exceptions.RayError as error:
-                    lines, code = [], LOST
-                    say(f"{name} is lost: {first_line(error)}")
-                _write(lines, f"{name}: " if is_several else "")
-                if code is None:
-                    waiting[actor.read.remote()] = rank
-                elif code and not first and not self._ended_by:
-                    first = 128 - code if code < 0 else code
-                    say(f"{name} exited with {first}")
-                    deadline = self._end(ranks, waiting.values(), signal.SIGTERM)
-            is_second = bool(self._ended_by)
-            for number in self._received():
-                if number == signal.SIGINT and is_second:  # Ctrl-C again
-                    return first
-                if number in STOP_SIGNALS:
-                    deadline = self._end(ranks, waiting.values(), number)
-                else:
-                    self._send(ranks, waiting.values(), number)
-        return first
-
-    def _end(self, ranks: Sequence[tuple[Any, int]], running: Iterable[int], number: int) -> float:
-        """Send a termination signal to ranks; return the deadline of their grace time."""
-        self._send(ranks, running, number)
-        return time.monotonic() + self._job["grace"]
-
-    def _send(self, ranks: Sequence[tuple[Any, int]], running: Iterable[int], number: int) -> None:
-        for rank in running:
-            ranks[rank][0].signal.remote(int(number))
-
-    def _received(self) -> list[int]:
-        """Return the received signals; record the first termination signal."""
-        numbers: list[int] = []
-        with suppress(queue.Empty):
-            while True:
-                numbers.append(self._signals.get_nowait())
-        for number in numbers:
-            if number in STOP_SIGNALS and not self._ended_by:
-                self._ended_by = number
-        return numbers
-
-    def _take_signal(self) -> bool:
-        """Return whether a termination signal has arrived before the start."""
-        self._received()
-        return bool(self._ended_by)
+    def _show(self, reference: Any) -> None:
+        """Print the output of a node, or its end, after which the others end if it has failed."""
+        index = self._outputs.pop(reference)
+        try:
+            text, code = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            text, code = b"", LOST
+            say(f"node {index} is lost: {first_line(error)}")
+        prefix = f"node {index}: ".encode() if len(self._nodes) > 1 else b""
+        with os.fdopen(1, "wb", closefd=False) as stream:  # `sys.stdout` is for messages of Ray
+            stream.write(b"".join(prefix + line for line in text.splitlines(keepends=True)))
+        if code is None:
+            self._outputs[self._nodes[index].read.remote()] = index
+        elif code and not self._code and not self._is_cancelled:
+            self._code = 128 - code if code < 0 else code
+            say(f"node {index} exited with {self._code}")
+            self._end(signal.SIGTERM)
 
 
 _PAUSE = 0.2
-"""Seconds between two checks for signals."""
+"""Seconds between two polls."""
+
+_GRACE, _MARGIN = 30, 5
+"""Seconds that processes have after a signal, as under torch.distributed.run, and their launchers then."""
 
 _NOTICE_TIMEOUT = 10.0
 """Seconds after which the launcher prints what it is waiting for."""
-
-_SHOWN = ("CPU", "GPU")
-
-
-def _write(lines: Iterable[tuple[int, bytes]], prefix: str) -> None:
-    """Write the output of a rank to the same stream of this process, with a prefix on each line."""
-    for number, text in lines:
-        with os.fdopen(number, "wb", closefd=False) as stream:
-            stream.write(b"".join(prefix.encode() + line for line in text.splitlines(keepends=True)))
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Connect to the cluster and run a job.
-
-    Args:
-        arguments: The job as JSON.
-
-    Returns:
-        The exit code of the job, or 2 if there is no cluster.
-    """
-    job = json.loads(arguments[0])
-    ray: Any = import_module("ray")
-    sys.stdout = sys.stderr  # Messages of Ray, such as that a worker has died, are not output of the script.
-    try:
-        host, colon, port = job["address"].removeprefix("ray://").rpartition(":")
-        if colon and port.isdecimal():  # Ray would end this process if nothing listens there.
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_NOTICE_TIMEOUT).close()
-        ray.init(address=job["address"], log_to_driver=False, logging_level="WARNING")
-    except (OSError, ValueError, RuntimeError) as error:
-        say(f"error: no Ray cluster found at {job['address']!r}: {first_line(error)}")
-        return ERROR
-    try:
-        return Job(job, ray).run()
-    finally:
-        ray.shutdown()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

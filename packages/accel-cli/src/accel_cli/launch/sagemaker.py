@@ -3,48 +3,58 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_cli.launch.hosts import read_lines
-from accel_cli.launch.launchers import Command
+from accel_cli.launch.plan import LaunchPlan
 from accel_cli.output import redact
+from accel_state.environ import set_environment
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.settings import to_environ
 
-if TYPE_CHECKING:
-    from accel_cli.launch.command import LaunchPlan
+
+def run(plan: LaunchPlan) -> int:
+    """Start a job.
+
+    Raises:
+        SettingsError: The script is no file, or a file of inputs or metrics cannot be used.
+        MissingDependencyError: The SDK is not installed.
+    """
+    request = job_request(plan)
+    set_environment(plan.environ)
+    try:
+        estimators = import_module("sagemaker.huggingface")
+    except ImportError:
+        raise MissingDependencyError(
+            "Amazon SageMaker jobs need its SDK: `pip install 'accel-cli[sagemaker]'`."
+        ) from None
+    estimators.HuggingFace(**request["estimator"]).fit(inputs=request["inputs"])
+    return 0
 
 
-def sagemaker_command(plan: LaunchPlan) -> Command:
-    """Return the call that starts the job, with the keys in the variables that AWS reads."""
+def show(plan: LaunchPlan) -> str:
+    """Return the arguments of the estimator and the inputs, without secrets."""
+    return f"sagemaker.huggingface.HuggingFace {json.dumps(redact('', job_request(plan)))}"
+
+
+def job_request(plan: LaunchPlan) -> dict[str, Any]:
+    """Return the arguments of the estimator, and the inputs of its `fit`."""
     if not Path(plan.script).is_file() or plan.launch.module or plan.launch.no_python:
         raise SettingsError(
             f"Amazon SageMaker runs a Python file, but {plan.script!r} is not one: pass the path of a script."
         )
-    cloud = plan.merged.settings.sagemaker
-    keys = {
-        "AWS_ACCESS_KEY_ID": cloud.aws_access_key_id,
-        "AWS_SECRET_ACCESS_KEY": cloud.aws_secret_access_key,
-        "AWS_PROFILE": cloud.profile,
-        "AWS_DEFAULT_REGION": cloud.region,
+    return {
+        "estimator": estimator_arguments(plan),
+        "inputs": inputs(plan.settings.sagemaker.sagemaker_inputs_file),
     }
-    environ = {**plan.environ, **{name: value for name, value in keys.items() if value}}
-    request = {"estimator": estimator_arguments(plan), "inputs": inputs(cloud.sagemaker_inputs_file)}
-    shown = json.dumps(redact("", request))
-    return Command(
-        command=("sagemaker.huggingface.HuggingFace", shown),
-        environ=environ,
-        call=partial(start_job, request),
-    )
 
 
 def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
     """Return the arguments of `sagemaker.huggingface.HuggingFace`."""
-    cloud, launch = plan.merged.settings.sagemaker, plan.launch
+    cloud, launch = plan.settings.sagemaker, plan.launch
     script = Path(plan.script)
     arguments: dict[str, Any] = {
         "image_uri": cloud.image_uri,
@@ -60,7 +70,7 @@ def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
         "debugger_hook_config": False,
         "distribution": _DISTRIBUTIONS.get(launch.distributed_type or "NO"),
         "hyperparameters": hyperparameters(plan.script_arguments),
-        "environment": {"ACCELERATE_USE_SAGEMAKER": "true", **to_environ(plan.merged.settings)},
+        "environment": {"ACCELERATE_USE_SAGEMAKER": "true", **to_environ(plan.settings)},
         "metric_definitions": metrics(cloud.sagemaker_metrics_file),
     }
     for name, value in dict(cloud.additional_args or {}).items():
@@ -136,22 +146,3 @@ def _read_rows(file: str | None, first: str) -> list[tuple[str, str]]:
     if any(len(row) != 2 for row in rows):
         raise SettingsError(f"{file!r}: expected lines with a {first}, a tab, and its value.")
     return [(row[0].strip(), row[1].strip()) for row in rows if len(row) == 2]
-
-
-def start_job(request: Mapping[str, Any], load: Callable[[str], Any] = import_module) -> None:
-    """Start a job.
-
-    Args:
-        request: The arguments of the estimator, and the inputs of its `fit`.
-        load: Imports the SDK.
-
-    Raises:
-        MissingDependencyError: The SDK is not installed.
-    """
-    try:
-        estimators = load("sagemaker.huggingface")
-    except ImportError:
-        raise MissingDependencyError(
-            "Amazon SageMaker jobs need its SDK: `pip install 'accel-cli[sagemaker]'`."
-        ) from None
-    estimators.HuggingFace(**request["estimator"]).fit(inputs=request["inputs"])

@@ -7,43 +7,57 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from accel_cli.arguments import FLAGS
-from accel_cli.launch.launchers import Command, require_script, say
+from accel_cli.launch.clusters import follow, node_flags
+from accel_cli.launch.launchers import require_program, require_script, say
+from accel_cli.launch.plan import LaunchPlan
 from accel_cli.main import ERROR
+from accel_state.environ import set_environment
 from accel_state.errors import SettingsError
-from accel_state.settings import Layer
-from accel_state.settings.model import as_text
-
-if TYPE_CHECKING:
-    from accel_cli.launch.command import LaunchPlan
+from accel_state.settings import to_environ
 
 
-def slurm_command(plan: LaunchPlan) -> Command:
-    """Return this module, with the batch script, as the program."""
+def run(plan: LaunchPlan) -> int:
+    """Submit a job and follow it.
+
+    Returns:
+        The exit code of the job; 1 if it has none, as at its time limit; 128 plus the number of the signal
+        that cancelled it; or 2 if it was not accepted.
+    """
     require_script(plan)
-    line = (sys.executable, "-m", "accel_cli.launch.slurm", batch_script(plan))
-    return Command(command=line, environ=plan.environ)
+    require_program("sbatch", "--launcher slurm needs sbatch", plan.environ)
+    set_environment(plan.environ)
+    done = _call("sbatch", "--parsable", script=show(plan))
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        return ERROR
+    job = done.stdout.strip().partition(";")[0]  # The name of the cluster may follow.
+    say(f"job {job} was submitted. Press Ctrl-C to cancel it")
+    return follow(SlurmJob(job), _PAUSE)
 
 
-def batch_script(plan: LaunchPlan) -> str:
+def show(plan: LaunchPlan) -> str:
     """Return the batch script, which runs `accel launch` on each node of the job."""
-    launch, nodes = plan.launch, plan.launch.num_machines
+    launch, nodes = plan.launch, plan.num_machines
     step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    label = ["--label"] if nodes > 1 else []
+    flags = node_flags(plan, "launch.max_restarts")
+    if launch.shutdown_timeout is None and launch.max_restarts:
+        flags.append(f"--shutdown_timeout={_GRACE - 10}")
+    flags += [f"--num_machines={nodes}", f"--num_processes={plan.num_processes}"]
+    command = [sys.executable, "-m", "accel_cli", "launch", *flags, "--", plan.script, *plan.script_arguments]
     return "\n".join(
         [
             "#!/bin/bash",
             *(f"#SBATCH {shlex.join(words)}" for words in _sbatch_options(plan)),
             "",
+            *(f"export {name}={shlex.quote(value)}" for name, value in to_environ(plan.settings).items()),
             "# Bash is to wait for the step, which gets this signal, too, and saves.",
             "trap : TERM",
             "# srun of Slurm 22.05 and newer does not read what was asked of sbatch.",
             '[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
-            shlex.join([*step, *label, *_node_command(plan)]),
+            shlex.join([*step, *(["--label"] if nodes > 1 else []), *command]),
             "code=$?",
             *(_RESTART.format(restarts=launch.max_restarts).splitlines() if launch.max_restarts else []),
             'exit "$code"',
@@ -63,23 +77,18 @@ _GRACE = 120
 
 
 def _sbatch_options(plan: LaunchPlan) -> Iterator[list[str]]:
-    launch, cluster = plan.launch, plan.merged.settings.cluster
+    cluster = plan.settings.cluster
     name = re.sub(r"[^\w.-]", "_", Path(plan.script).stem)
-    yield [f"--job-name={name}"]
-    yield [f"--nodes={launch.num_machines}"]
-    yield ["--ntasks-per-node=1"]
+    yield from ([f"--job-name={name}"], [f"--nodes={plan.num_machines}"], ["--ntasks-per-node=1"])
     if cluster.gpus_per_node is not None:
         yield [f"--gres=gpu:{cluster.gpus_per_node}"]
     if cluster.time is not None:
         yield [f"--time={cluster.time}"]
-    yield ["--output=slurm-%j.out"]
-    yield ["--open-mode=append"]
-    if launch.max_restarts:
-        yield ["--requeue"]
-        yield [f"--signal=TERM@{_GRACE}"]
-    else:
-        yield ["--no-requeue"]
-    origin = plan.merged.source_of("cluster.sbatch_args").origin
+    yield from (["--output=slurm-%j.out"], ["--open-mode=append"])
+    yield from (
+        (["--requeue"], [f"--signal=TERM@{_GRACE}"]) if plan.launch.max_restarts else (["--no-requeue"],)
+    )
+    origin = plan.origin("cluster.sbatch_args")
     for text in cluster.sbatch_args:  # Later options take precedence.
         yield _split_options(text, origin)
 
@@ -99,158 +108,65 @@ def _split_options(text: str, origin: str) -> list[str]:
     return words
 
 
-def _node_command(plan: LaunchPlan) -> list[str]:
-    """Return the command of each node: the user's, without flags for the job."""
-    words = pass_on_flags(plan, _OF_JOB)
-    if plan.launch.shutdown_timeout is None and plan.launch.max_restarts:
-        words.append(f"--shutdown_timeout={_GRACE - 10}")
-    words += ["--launcher=auto", f"--num_machines={plan.launch.num_machines}"]
-    words += [f"--num_processes={plan.launch.num_processes}", "--", plan.script, *plan.script_arguments]
-    return [sys.executable, "-m", "accel_cli", "launch", *words]
-
-
-_OF_JOB = ("launch.launcher", "launch.num_machines", "launch.num_processes", "launch.max_restarts")
-
-
-def pass_on_flags(plan: LaunchPlan, others: Collection[str]) -> list[str]:
-    """Return as flags the config file, the user's arguments, and what is set of the launch by other means.
-
-    Those of the job are left out; settings that are not of the launch have variables.
-    """
-    words = [] if plan.config_file is None else ["--config_file", str(Path(plan.config_file).absolute())]
-    for path, source in plan.merged.sourced.items():
-        is_set = source.layer is Layer.ARGUMENT or (
-            path in _WITHOUT_VARIABLE and source.layer < Layer.DEFAULT
-        )
-        if is_set and path not in others and not path.startswith("cluster."):
-            words += _flags(path, source.value)
-    return words
-
-
-_WITHOUT_VARIABLE = tuple(
-    f"launch.{name}"
-    for name in (
-        *("distributed_type", "num_cpu_threads_per_process", "shutdown_timeout", "max_restarts"),
-        *("monitor_interval", "tee", "log_dir", "role", "module", "no_python"),
-    )
-)
-"""Settings of the launch on each node that workers do not read, so that they have no variable."""
-
-
-def _flags(path: str, value: object) -> list[str]:
-    """Return the flags that set a setting to a value."""
-    names = {name: flag for name, flag in FLAGS.items() if flag.option.path == path}
-    constants = {flag.const: name for name, flag in names.items()}
-    if (text := as_text(value)) in constants:
-        return [constants[text]]
-    name, flag = next((item for item in names.items() if item[0].startswith("--")), ("", None))
-    if flag is None:  # a kind of run that has no flag, such as one process
-        return []
-    texts = map(as_text, value) if flag.option.kind == "list" and isinstance(value, tuple) else [text]
-    return [f"{name}={text}" for text in texts]
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Submit a job and follow it.
-
-    Args:
-        arguments: The batch script.
-
-    Returns:
-        The exit code of the job; 1 if it has none, as at its time limit; 128 plus the number of the signal
-        that cancelled it; or 2 if it was not accepted.
-    """
-    (script,) = arguments
-    done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
-    sys.stderr.write(done.stderr)
-    if done.returncode:
-        return ERROR
-    job = done.stdout.strip().partition(";")[0]  # The name of the cluster may follow.
-    say(f"job {job} was submitted. Press Ctrl-C to cancel it")
-    return JobFollower(job).follow()
-
-
 _ENDED = frozenset({"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"})
 _QUEUED_AGAIN = frozenset({"NODE_FAIL", "PREEMPTED"})
 """States after which Slurm requeues a job, if requested."""
 
-_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
-"""Seconds between two requests to the scheduler, which is shared: longer while nothing changes."""
-
-_SIGNALS = {
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)  # Windows lacks some of them
-}
+_PAUSE = 1.0
+"""Seconds between two requests to the scheduler, which is shared."""
 
 
-class JobFollower:
-    """Show the output of a job until it ends; forward signals to it.
-
-    Args:
-        job: The number of the job.
-    """
+class SlurmJob:
+    """A job that was submitted; of an array, all its tasks."""
 
     def __init__(self, job: str) -> None:
         self._job = job
         self._shown: dict[str, int] = {}  # Bytes of each file of output.
+        self._records: list[dict[str, str]] = []
 
-    def follow(self) -> int:
-        """Follow the job to its end; return its exit code."""
-        # Waiting for signals replaces the pause; child processes never get them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        cancelled, pause, records = 0, _PAUSE_S, list[dict[str, str]]()
-        while True:
-            latest = show_job(self._job)
-            records = latest or records
-            is_new = sum(self._show(record) for record in records) > 0
-            if latest == [] or (records and all(map(has_ended, records))):
-                break
-            pause = _PAUSE_S if is_new else min(pause * 1.5, _LONGEST_PAUSE_S)
-            received = signal.sigtimedwait(_SIGNALS, pause)
-            if received is not None:
-                cancelled = self._pass_on(received.si_signo) or cancelled
-        states = ", ".join(dict.fromkeys(record["JobState"] for record in records)) or "UNKNOWN"
+    def poll(self) -> int | None:
+        """Show new output; return the exit code once all tasks have ended, the highest of an array."""
+        done = _call("scontrol", "--oneliner", "show", "job", self._job)
+        is_forgotten = bool(done.returncode) and "Invalid job id" in done.stderr
+        self._records = [
+            parse_record(line) for line in done.stdout.splitlines() if line.strip()
+        ] or self._records
+        for path in {record.get("StdOut", "") for record in self._records}:
+            self._show(path)
+        if not is_forgotten and not (self._records and all(map(has_ended, self._records))):
+            return None
+        states = ", ".join(dict.fromkeys(record["JobState"] for record in self._records)) or "UNKNOWN"
         if states != "COMPLETED":
             say(f"job {self._job} has ended: {states}")
-        codes = [exit_code(record) for record in records] or [1]
-        return 128 + cancelled if cancelled else next(filter(None, codes), 0)
+        return max(map(exit_code, self._records), default=1)
 
-    def _pass_on(self, number: int) -> int:
-        """Cancel the job, or send it a user signal; return the signal that cancels it, else 0."""
-        name = signal.Signals(number).name
-        is_end = name in {"SIGINT", "SIGTERM"}
-        words = ["scancel", *([] if is_end else [f"--signal={name.removeprefix('SIG')}"]), self._job]
-        subprocess.run(words, check=False)
-        return number if is_end else 0
+    def cancel(self, number: int) -> None:
+        """Cancel the job."""
+        del number
+        _call("scancel", self._job)
 
-    def _show(self, record: Mapping[str, str]) -> bool:
-        """Write new output of a job from its output file; return whether there was any."""
-        path = record.get("StdOut", "")
+    def forward(self, number: int) -> None:
+        """Send a signal to the steps of the job."""
+        _call("scancel", f"--signal={signal.Signals(number).name.removeprefix('SIG')}", self._job)
+
+    def _show(self, path: str) -> None:
+        """Write new output of a job from its output file."""
         try:
             with Path(path).open("rb") as file:
                 file.seek(self._shown.get(path, 0))
                 text = file.read()
         except OSError:  # The job has not started, or its output file is only visible on its nodes.
-            return False
+            return
         self._shown[path] = self._shown.get(path, 0) + len(text)
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
-        return bool(text)
 
 
-def show_job(job: str) -> list[dict[str, str]] | None:
-    """Return Slurm's status of a job: a record for each task of an array.
-
-    Returns:
-        None if the scheduler does not respond; empty if it no longer knows the job.
-    """
-    done = subprocess.run(
-        ["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=False
+def _call(*words: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program of Slurm in a session of its own, so that Ctrl-C does not reach it."""
+    return subprocess.run(
+        words, input=script, capture_output=True, text=True, check=False, start_new_session=True
     )
-    if done.returncode:
-        return [] if "Invalid job id" in done.stderr else None
-    return [parse_record(line) for line in done.stdout.splitlines() if line.strip()]
 
 
 def parse_record(line: str) -> dict[str, str]:
@@ -263,7 +179,7 @@ def parse_record(line: str) -> dict[str, str]:
     return dict(re.findall(r"(\S+?)=(.*?)(?=\s+[\w:/]+=|\s*$)", line))
 
 
-def has_ended(record: Mapping[str, str]) -> bool:
+def has_ended(record: dict[str, str]) -> bool:
     """Return whether a job has ended and will not restart.
 
     Example:
@@ -274,22 +190,15 @@ def has_ended(record: Mapping[str, str]) -> bool:
     return state in _ENDED or (state in _QUEUED_AGAIN and record.get("Requeue") != "1")
 
 
-def exit_code(record: Mapping[str, str]) -> int:
+def exit_code(record: dict[str, str]) -> int:
     """Return the exit code of a job that has ended, in a shell's convention.
 
     Example:
-        >>> exit_code({"JobState": "FAILED", "ExitCode": "3:0"})
-        3
-        >>> exit_code({"JobState": "CANCELLED", "ExitCode": "0:15"})
-        143
-        >>> exit_code({"JobState": "TIMEOUT", "ExitCode": "0:0"})
-        1
+        >>> states = ("FAILED", "3:0"), ("CANCELLED", "0:15"), ("TIMEOUT", "0:0")
+        >>> [exit_code({"JobState": state, "ExitCode": code}) for state, code in states]
+        [3, 143, 1]
     """
     code, _, number = record.get("ExitCode", "").partition(":")
     if int(number or 0):
         return 128 + int(number)
     return int(code or 0) or int(record["JobState"] != "COMPLETED")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

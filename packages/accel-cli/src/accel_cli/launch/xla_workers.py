@@ -11,17 +11,20 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from accel_cli.launch.launchers import PER_HOST, run_program
+from accel_cli.launch.launchers import PER_HOST
 from accel_state.errors import MissingDependencyError, SettingsError
 
 
-def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:
+def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> int:
     """Import the script, and run its function, in processes that torch_xla starts or in this one.
 
     Args:
         arguments: `PER_CHIP` or `PER_HOST`, the name of the function, optionally `-m`, the script or module,
             and its arguments.
         load: Imports a module.
+
+    Returns:
+        0; errors are raised.
 
     Raises:
         MissingDependencyError: torch_xla is not installed, or was built for another torch.
@@ -44,6 +47,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
         target()
     else:
         xla.launch(partial(_call_without_index, target))
+    return 0
 
 
 def _import_script(script: Path) -> Any:
@@ -78,4 +82,4 @@ def _explain_import_error() -> MissingDependencyError:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

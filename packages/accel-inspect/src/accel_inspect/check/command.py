@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.config_file import read_config
-from accel_cli.launch.checks import LaunchFacts, find_fp8_problem, uses_cpu
+from accel_cli.launch.checks import find_fp8_problem
 from accel_cli.launch.hosts import HostDevices, probe_devices
+from accel_cli.launch.plan import LaunchPlan, uses_cpu
 from accel_cli.output import Table, redact, show, working, write_html
 from accel_inspect.check.record import (
     File,
@@ -120,7 +121,7 @@ def fp8_refusals(merged: Merged, machine: HostDevices) -> tuple[str, ...]:
 
     The job's devices are those of this machine, unless it has no GPU and the job does not run on a CPU.
     """
-    facts = LaunchFacts(merged=merged, machine=machine, environ={})
+    facts = LaunchPlan(merged=merged, machine=machine, environ={})
     is_known = uses_cpu(merged) or (facts.is_local and machine.gpus > 0)
     problem = find_fp8_problem(merged, machine) if is_known else None
     return () if problem is None else (problem,)
