@@ -61,9 +61,7 @@ def test_the_command_runs_on_each_node_and_all_start_again_when_an_actor_dies(cl
     with launched(tmp_path, cluster, *line) as process:
         first = sorted(process.stdout.readline() for _ in range(2))
         actors = [int(text.split()[-len(words.split()) - 1]) for text in first]
-        assert first == [
-            f"node {rank}: {rank} 0 1 {rank} a b {actors[rank]} {words}" for rank in range(2)
-        ]
+        assert first == [f"node {rank}: {rank} 0 1 {rank} a b {actors[rank]} {words}" for rank in range(2)]
         os.kill(actors[1], signal.SIGKILL)
         output, problems = process.communicate()
     again = sorted(line for line in output.splitlines() if "[" in line and "accel" not in line)
@@ -102,7 +100,8 @@ for batch in loader:
     steps += 1
     if steps == 4 and not resumed:
         accelerator.save_state()
-        print("saved", accelerator.num_processes, psutil.Process(os.getppid()).ppid(), os.getpid(), flush=True)
+        actor = psutil.Process(os.getppid()).ppid()
+        print("saved", accelerator.num_processes, actor, os.getpid(), flush=True)
     if not resumed:
         time.sleep(0.5)
 weights = [parameter.tolist() for parameter in accelerator.unwrap_model(model).parameters()]

@@ -37,7 +37,7 @@ def publish(variables: Mapping[str, str]) -> None:
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Give this process and its children exactly these variables, for a program that runs to the end of it."""
+    """Give this process and its children exactly these variables, until it ends."""
     os.environ.clear()
     os.environ.update(variables)
 

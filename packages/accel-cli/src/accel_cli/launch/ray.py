@@ -106,7 +106,7 @@ class Node:
         self._process: subprocess.Popen[bytes] | None = None
         self._output: queue.Queue[bytes | int] = queue.Queue(maxsize=1000)
 
-    def place(self) -> tuple[str, int]:
+    def location(self) -> tuple[str, int]:
         """Return the address of this node, and a free port of it."""
         return import_module("ray").util.get_node_ip_address(), free_port()
 
@@ -190,7 +190,7 @@ class RayJob:
 
     def _reset(self) -> None:
         self._nodes: list[Any] = []
-        self._places: list[Any] = []
+        self._locations: list[Any] = []
         self._outputs: dict[Any, int] = {}  # What is awaited from each node that runs.
         self._code, self._deadline = 0, float("inf")
 
@@ -202,11 +202,11 @@ class RayJob:
         try:
             if not self._nodes:
                 return self._reserve()
-            if self._places:
+            if self._locations:
                 return self._start()
         except self._ray.exceptions.RayError as error:
             say(f"could not start the nodes: {first_line(error)}")
-            self._places, self._code = [], LOST
+            self._locations, self._code = [], LOST
         awaited = [*self._outputs]
         for reference in self._ray.wait(awaited, num_returns=len(awaited), timeout=0)[0] if awaited else ():
             self._show(reference)
@@ -257,14 +257,14 @@ class RayJob:
             ).remote()
             for index, bundle in enumerate(self._bundles)
         ]  # fmt: skip
-        self._places = [node.place.remote() for node in self._nodes]
+        self._locations = [node.location.remote() for node in self._nodes]
 
     def _start(self) -> None:
         """Start the command of each node once all actors are there."""
-        count = len(self._places)
-        if len(self._ray.wait(self._places, num_returns=count, timeout=0)[0]) < count:
+        count = len(self._locations)
+        if len(self._ray.wait(self._locations, num_returns=count, timeout=0)[0]) < count:
             return
-        address, port = self._ray.get(self._places)[0]
+        address, port = self._ray.get(self._locations)[0]
         port = self._launch.main_process_port or port
         # If the job has a working directory, Ray runs its actors in their node's copy of it.
         has_folder = self._ray.get_runtime_context().runtime_env.get("working_dir")
@@ -277,7 +277,7 @@ class RayJob:
             folder = None if has_folder else str(Path.cwd())
             self._ray.get(node.start.remote(words, {"PYTHONUNBUFFERED": "1", **environ}, folder))
             self._outputs[node.read.remote()] = index
-        self._places = []
+        self._locations = []
 
     def _show(self, reference: Any) -> None:
         """Print the output of a node, or its end, after which the others end if it has failed."""
