@@ -114,7 +114,7 @@ def became(monkeypatch, tmp_path):
 
     monkeypatch.setattr(command.os, "execve", execve)
     monkeypatch.setattr(command, "read", lambda: {"HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""})
-    monkeypatch.setattr(command.sys, "platform", "linux")
+    monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     return seen

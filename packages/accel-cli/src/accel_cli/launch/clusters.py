@@ -72,7 +72,7 @@ def node_flags(plan: LaunchPlan, *of_job: str) -> list[str]:
     words = ["--launcher=auto"]
     for path, source in plan.merged.sourced.items():
         option = OPTION_OF.get(path)
-        if option is None or path in (*_OF_JOB, *of_job) or option.section in _ELSEWHERE:
+        if option is None or path in (*_OF_JOB, *of_job) or option.section in _OF_OTHERS:
             continue
         is_used = option.section not in TITLES or value_at(plan.settings, option.section)
         if source.layer < Layer.DEFAULT and is_used and option.variable not in variables:
@@ -81,7 +81,7 @@ def node_flags(plan: LaunchPlan, *of_job: str) -> list[str]:
 
 
 _OF_JOB = ("launch.launcher", "launch.num_machines", "launch.num_processes", "launch.compute_environment")
-_ELSEWHERE = ("cluster", "sagemaker", "tpu", "mpi")
+_OF_OTHERS = ("cluster", "sagemaker", "tpu", "mpi")
 """Sections that other launchers read."""
 
 OPTION_OF = {flag.option.path: flag.option for flag in FLAGS.values()}

@@ -510,7 +510,7 @@ def _by_words(
     *,
     module: str | None = None,
     environ: Callable[[LaunchPlan], Mapping[str, str]] = lambda _: {},
-    script_is_here: bool = True,
+    needs_script: bool = True,
 ) -> Launcher:
     """Return the row of a command line: of a program, or the arguments of a module that imports torch."""
 
@@ -518,7 +518,7 @@ def _by_words(
         return words(plan) if module is None else module_line(module, words(plan))
 
     def run(plan: LaunchPlan) -> int:
-        if script_is_here:
+        if needs_script:
             require_script(plan)
         if module is None:
             return become(line(plan), plan.environ)
@@ -570,7 +570,7 @@ BUILT_IN: Mapping[str, Launcher] = {
             "gcloud starts this command on the machines of the pod",
             lambda plan: plan.launch.on_tpu and plan.settings.tpu.use_cluster,
             pod_words,
-            script_is_here=False,
+            needs_script=False,
         ),
         _by_words(
             "xla_spmd",
