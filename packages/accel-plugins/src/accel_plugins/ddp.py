@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -23,11 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_ops.modules import without_compiler
 from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count
 from accel_plugins.parallelism.config import check_axes
-from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Bundle, PrecisionPolicy, Strategy
-from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_materialised, move_to_device
+from accel_plugins.strategy import Bundle, PrecisionPolicy, Strategy
+from accel_plugins.unsharded import move_to_device
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError
-from accel_state.frozen import frozen
 from accel_state.labels import DDPCommunicationHookType
 from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
@@ -119,53 +117,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
         register_comm_hook(model, self.comm_hook, self.comm_wrapper, options)
 
 
-@frozen
-class DdpWrapper:
-    """Model wrapper that puts models into `DistributedDataParallel`."""
-
-    device: torch.device
-    handlers: Mapping[type, Any]
-
-    @property
-    def options(self) -> DistributedDataParallelKwargs:
-        """The options for the next model."""
-        return self.handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
-
-    def check(self, bundle: Bundle) -> None:
-        check_materialised(bundle)
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Move models to the device and wrap the trainable ones, which broadcasts the values of rank 0."""
-        models = move_to_device(bundle, self.device)
-        if not evaluation:
-            models = [
-                model
-                if isinstance(without_compiler(model), DistributedDataParallel)
-                or not any(parameter.requires_grad for parameter in model.parameters())
-                else self._wrap(model)
-                for model in models
-            ]
-        return replace(bundle, models=models)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model.module if isinstance(model, DistributedDataParallel) else model
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-        is_on_accelerator = len(devices) == 1 and next(iter(devices)).type != "cpu"
-        with hang_monitor.collective_scope("prepare"), warnings.catch_warnings():
-            # The documented option, with the documented meaning, is deprecated by newer versions of torch.
-            warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated")
-            options = self.options
-            wrapped = MonitoredDDP(
-                model, device_ids=[*devices] if is_on_accelerator else None, **options.to_kwargs()
-            )
-        wrapped.averaged = {id(p) for p in model.parameters() if p.requires_grad}
-        _wrapped.add(wrapped)
-        options.register_comm_hook(wrapped)
-        return wrapped
-
-
 class MonitoredDDP(DistributedDataParallel):
     """DDP whose own collectives in the forward pass, for buffers and for new buckets, are monitored."""
 
@@ -190,33 +141,89 @@ class MonitoredDDP(DistributedDataParallel):
         return DistributedDataParallel.__name__  # `print(model)` shows torch's own name
 
 
-def build(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Build the DDP strategy of a run with several processes."""
-    del settings
-    topology = runtime.topology
-    check_axes(handlers, topology.world_size)
-    return Strategy(
-        name="ddp",
-        wrapper=DdpWrapper(device=runtime.device, handlers=handlers),
-        stepper=TorchStepper(
-            precision=precision,
-            no_sync_of=_no_sync,
-            join_of=_join,
-            around_backward=partial(hang_monitor.collective_scope, "backward"),
-            around_step=_warn_about_local_gradients,
-        ),
-        persister=ReplicatedPersister(),
-        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
-        features=PLAIN_FEATURES,
-    )
+class DdpStrategy(Strategy):
+    """Put models into `DistributedDataParallel`, in a run with several processes."""
+
+    name = "ddp"
+
+    def __init__(
+        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+    ) -> None:
+        super().__init__(settings, runtime, precision, handlers)
+        check_axes(handlers, runtime.topology.world_size)
+        self._handlers = handlers
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Move models to the device and wrap the trainable ones, which broadcasts the values of rank 0."""
+        models = move_to_device(bundle, self.runtime.device)
+        if not evaluation:
+            models = [
+                model
+                if isinstance(without_compiler(model), DistributedDataParallel)
+                or not any(parameter.requires_grad for parameter in model.parameters())
+                else self.wrap_model(model)
+                for model in models
+            ]
+        return replace(bundle, models=models)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def wrap_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Wrap a model that is on its device."""
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        is_on_accelerator = len(devices) == 1 and next(iter(devices)).type != "cpu"
+        options = self._handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
+        with hang_monitor.collective_scope("prepare"), warnings.catch_warnings():
+            # The documented option, with the documented meaning, is deprecated by newer versions of torch.
+            warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated")
+            wrapped = MonitoredDDP(
+                model, device_ids=[*devices] if is_on_accelerator else None, **options.to_kwargs()
+            )
+        wrapped.averaged = {id(p) for p in model.parameters() if p.requires_grad}
+        _wrapped.add(wrapped)
+        options.register_comm_hook(wrapped)
+        return wrapped
+
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        with hang_monitor.collective_scope("backward"):
+            super().backward(loss, accumulation=accumulation, sync=sync, **kwargs)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        inner = without_compiler(model)
+        if not isinstance(inner, DistributedDataParallel):
+            return nullcontext()
+        if inner.static_graph and inner not in _graphs_seen:
+            # torch records a static graph in the first pass and fails if that is not synchronised. Averaging
+            # the first micro-batch early gives the same sum: later averages keep a term equal on all ranks.
+            _graphs_seen.add(inner)
+            return nullcontext()
+        return inner.no_sync()
+
+    def join(
+        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
+    ) -> AbstractContextManager[None]:
+        inside = [without_compiler(joinable) for joinable in joinables]
+        members: list[Joinable] = [joinable for joinable in inside if isinstance(joinable, Joinable)]
+        if not members:
+            logger.warning(
+                "join_uneven_inputs(%s) has no effect: none of these takes part in collectives. Prepare the "
+                "models that are trained.",
+                [type(joinable).__name__ for joinable in joinables],
+            )
+            return nullcontext()
+        return Join(members, divide_by_initial_world_size=divide_by_initial_world_size)  # pyright: ignore[reportReturnType] - a context manager without annotations
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        _warn_about_local_gradients(optimizer)
+        return self.precision.step(optimizer, closure)
 
 
 _wrapped: WeakSet[MonitoredDDP] = WeakSet()
+_graphs_seen: WeakSet[nn.Module] = WeakSet()
 
 
-def _warn_about_local_gradients(optimizer: Optimizer) -> AbstractContextManager[None]:
+def _warn_about_local_gradients(optimizer: Optimizer) -> None:
     """Warn once if an optimizer steps on a gradient that DDP has not averaged.
 
     Not an error, since programs may average gradients themselves.
@@ -244,36 +251,7 @@ def _warn_about_local_gradients(optimizer: Optimizer) -> AbstractContextManager[
                 tuple(parameter.shape),
                 reason,
             )
-            return nullcontext()
-    return nullcontext()
-
-
-_graphs_seen: WeakSet[nn.Module] = WeakSet()
-
-
-def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    inner = without_compiler(model)
-    if not isinstance(inner, DistributedDataParallel):
-        return nullcontext()
-    if inner.static_graph and inner not in _graphs_seen:
-        # torch records a static graph in the first pass and fails if that is not synchronised. Averaging the
-        # first micro-batch early gives the same sum: later averages keep a term equal on all ranks.
-        _graphs_seen.add(inner)
-        return nullcontext()
-    return inner.no_sync()
-
-
-def _join(joinables: Sequence[Any], divide_by_initial_world_size: bool) -> AbstractContextManager[None]:
-    inside = [without_compiler(joinable) for joinable in joinables]
-    members: list[Joinable] = [joinable for joinable in inside if isinstance(joinable, Joinable)]
-    if not members:
-        logger.warning(
-            "join_uneven_inputs(%s) has no effect: none of these takes part in collectives. Prepare the "
-            "models that are trained.",
-            [type(joinable).__name__ for joinable in joinables],
-        )
-        return nullcontext()
-    return Join(members, divide_by_initial_world_size=divide_by_initial_world_size)  # pyright: ignore[reportReturnType] - a context manager without annotations
+            return
 
 
 def register_comm_hook(

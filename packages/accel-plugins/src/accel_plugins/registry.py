@@ -42,7 +42,7 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             applies=lambda settings, topology, device: (
                 settings.replicas.groups > 1 and _shards_models(settings, topology, device)
             ),
-            build="accel_plugins.torchft.strategy:build_sharded",
+            build="accel_plugins.torchft.strategy:ShardedReplicaStrategy",
             sections={"replicas": None, "fsdp": {"fsdp_version": 2}, "parallelism": None},
             shards_gradients=True,
             master_weights=True,
@@ -50,7 +50,7 @@ BUILT_IN: Mapping[str, StrategySpec] = {
         StrategySpec(
             name="torchft",
             applies=lambda settings, *_: settings.replicas.groups > 1,
-            build="accel_plugins.torchft.strategy:build",
+            build="accel_plugins.torchft.strategy:ReplicaStrategy",
             sections={"replicas": None},
         ),
         StrategySpec(
@@ -58,24 +58,24 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             applies=lambda settings, _, device: (
                 settings.fsdp is not None and (bool(settings.fsdp.xla) or device.type == "xla")
             ),
-            build="accel_plugins.xla:build_spmd",
+            build="accel_plugins.xla:SpmdStrategy",
             sections={"fsdp": {"xla": True, "xla_fsdp_v2": True}},
         ),
         StrategySpec(
             name="xla",
             applies=lambda _, __, device: device.type == "xla",
-            build="accel_plugins.xla:build_replicated",
+            build="accel_plugins.xla:XlaStrategy",
         ),
         StrategySpec(
             name="deepspeed",
             applies=lambda settings, *_: settings.deepspeed is not None,
-            build="accel_plugins.deepspeed.strategy:build",
+            build="accel_plugins.deepspeed.strategy:DeepSpeedStrategy",
             sections={"deepspeed": {}, "parallelism": None},
         ),
         StrategySpec(
             name="megatron",
             applies=lambda settings, *_: settings.megatron is not None,
-            build="accel_plugins.megatron.strategy:build",
+            build="accel_plugins.megatron.strategy:MegatronStrategy",
             sections={"megatron": {}},
         ),
         StrategySpec(
@@ -83,7 +83,7 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             applies=lambda settings, *_: (
                 settings.parallelism is not None and (settings.parallelism.pp_size or 1) > 1
             ),
-            build="accel_plugins.pipeline.strategy:build",
+            build="accel_plugins.pipeline.strategy:PipelineStrategy",
             sections={"fsdp": None, "parallelism": None},
             shards_gradients=True,
         ),
@@ -92,7 +92,7 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             applies=lambda settings, *_: (
                 settings.fsdp is not None and settings.fsdp.fsdp_version == 1 and settings.parallelism is None
             ),
-            build="accel_plugins.fsdp.fsdp1:build",
+            build="accel_plugins.fsdp.fsdp1:Fsdp1Strategy",
             sections={"fsdp": {"fsdp_version": 1}},
             shards_gradients=True,
             master_weights=True,
@@ -100,7 +100,7 @@ BUILT_IN: Mapping[str, StrategySpec] = {
         StrategySpec(
             name="fsdp2",
             applies=_shards_models,
-            build="accel_plugins.fsdp.fsdp2:build",
+            build="accel_plugins.fsdp.fsdp2:Fsdp2Strategy",
             sections={"fsdp": {"fsdp_version": 2}, "parallelism": None},
             shards_gradients=True,
             master_weights=True,
@@ -110,17 +110,20 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             applies=lambda settings, *_: (
                 settings.parallelism is not None and (settings.parallelism.tp_size or 1) > 1
             ),
-            build="accel_plugins.parallelism.tensor:build",
+            build="accel_plugins.parallelism.tensor:TensorParallelStrategy",
             sections={"parallelism": None},
             shards_gradients=True,
         ),
         StrategySpec(
             name="ddp",
             applies=lambda _, topology, __: topology.world_size > 1,
-            build="accel_plugins.ddp:build",
+            build="accel_plugins.ddp:DdpStrategy",
         ),
         StrategySpec(
-            name="single", applies=lambda *_: True, build="accel_plugins.unsharded:build", max_processes=1
+            name="single",
+            applies=lambda *_: True,
+            build="accel_plugins.single:SingleStrategy",
+            max_processes=1,
         ),
     )
 }
@@ -131,11 +134,11 @@ STRATEGIES = Registry(group=ENTRY_POINT_GROUP, kind=StrategySpec, noun="strategy
 
 
 def load(strategy: str | StrategySpec) -> StrategyFactory:
-    """Import the factory of a strategy.
+    """Import the class of a strategy.
 
     Example:
         >>> load("single").__name__
-        'build'
+        'SingleStrategy'
     """
     spec = STRATEGIES.find(strategy) if isinstance(strategy, str) else strategy
     return STRATEGIES.resolve(spec.name, spec.build)

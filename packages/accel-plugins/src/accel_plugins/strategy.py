@@ -1,31 +1,28 @@
-"""The interface of training strategies: the roles of a `Strategy`, its features, and the `Bundle` it wraps.
-
-Every implementation runs the suite in `accel_plugins.testing`. In an engine that owns everything, a single
-object may fill several roles.
-"""
+"""The base class of training strategies, their features and registry entries, and the `Bundle` they wrap."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import field
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import field, replace
 from enum import Enum, auto
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from accel_plugins.unsharded import States, check_materialised, move_to_device
 from accel_state.errors import UnsupportedError
 from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
     from torch.amp.grad_scaler import GradScaler
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from accel_plugins.full_parameters import FullParameters
     from accel_plugins.kwargs import AutocastKwargs
-    from accel_plugins.sharding.state import RankPlanners, ShardedStates
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
     from accel_state.topology import Topology
@@ -92,90 +89,6 @@ class BatchSharding:
             )
 
 
-@frozen
-class Strategy:
-    """A training strategy, composed of four roles; never subclassed.
-
-    Args:
-        name: The name under which it is registered.
-        wrapper: Wraps and unwraps models.
-        stepper: Runs backward passes and optimizer steps.
-        persister: Saves and loads.
-        sharding: Which batches this rank reads.
-        features: The optional features that it offers; checked by `require`.
-        mesh: The device mesh, if it has several axes.
-        split_sequences: Returns a context in which every rank has a shard of each sequence: called as
-            `split_sequences(buffers, buffer_seq_dims, no_restore_buffers)`.
-        prepare_for_split: Changes a model in place, before it is wrapped, so that it works in this context.
-        shard_sequences: Shards the sequences of a batch, where loaders do that.
-        precision: The precision policy of an engine that has its own; replaces the one passed to `build`.
-        release: Releases the strategy's references to prepared objects.
-        shards: Returns this rank's states, for checkpoints to which every rank writes shards; `None` where
-            rank 0 writes full states.
-        planners: Plan a rank's writes and reads of `shards`; PyTorch's, for plain tensors and DTensors, if
-            `None`.
-        native: Saves and loads the files of a strategy whose `shards` are `NATIVE`.
-        generators: Random number generators of the engine, for checkpoints.
-        wrap_optimizer: Builds the optimizer that `prepare` returns, as `wrap_optimizer(optimizer, wrapper)`;
-            `wrapper(optimizer, step=…, discard=…)` builds one that steps and discards gradients through an
-            engine. By default optimizers step through the `stepper`.
-        wrap_scheduler: Builds the schedule that `prepare` returns, as `wrap_scheduler(scheduler, optimizers,
-            wrapper)`; `wrapper(scheduler, optimizers)` builds one that an engine steps by itself, and `None`
-            leaves it to `prepare`.
-        compiles_in_place: Whether the unwrapped model is compiled instead of its wrapper.
-        fsdp_version: The version of FSDP that shards its models: 2 for `fully_shard`; `None` for neither.
-        train_step: Runs forward and backward of an engine that owns both; see `TrainStep`.
-        calls_forward: Whether `train_step` calls the model's own `forward`, as it is when models are wrapped.
-        replicas: Groups of processes that train copies of the model, of which any may die.
-        after_micro_batch: Called after every backward pass that does not complete an accumulation window.
-        after_step: Called after every optimizer step. Both hooks serve devices that record operations and
-            execute them on request.
-    """
-
-    name: str
-    wrapper: ModelWrapper
-    stepper: Stepper
-    persister: Persister
-    sharding: BatchSharding
-    features: frozenset[Feature]
-    mesh: DeviceMesh | None = None
-    split_sequences: Callable[..., AbstractContextManager[None]] | None = None
-    prepare_for_split: Callable[[nn.Module], None] | None = None
-    shard_sequences: Callable[[Any], Any] | None = None
-    precision: PrecisionPolicy | None = None
-    release: Callable[[], None] | None = None
-    shards: ShardedStates | None = None
-    planners: RankPlanners | None = None
-    native: NativeFiles | None = None
-    generators: Generators | None = None
-    wrap_optimizer: Callable[[Any, Callable[..., Any]], Any] | None = None
-    wrap_scheduler: Callable[[Any, Sequence[Any], Callable[..., Any]], Any] | None = None
-    compiles_in_place: bool = False
-    fsdp_version: int | None = None
-    train_step: TrainStep | None = None
-    calls_forward: bool = False
-    replicas: Replicas | None = None
-    after_micro_batch: Callable[[], None] | None = None
-    after_step: Callable[[], None] | None = None
-
-    def require(self, feature: Feature, what: str) -> None:
-        """Raise unless a feature is offered.
-
-        Args:
-            feature: The feature needed.
-            what: The user's call or option, for the message, such as `"clip_grad_value_()"`.
-
-        Raises:
-            UnsupportedError: The strategy does not declare the feature.
-        """
-        if feature not in self.features:
-            offered = ", ".join(sorted(f.name for f in self.features)) or "none"
-            raise UnsupportedError(
-                f"`{what}` needs {feature.name}, which the {self.name!r} strategy does not offer "
-                f"(it offers: {offered})."
-            )
-
-
 StrategyFactory: TypeAlias = "Callable[[Settings, Runtime, PrecisionPolicy, Mapping[type, Any]], Strategy]"
 """`build(settings, runtime, precision, handlers)`; `handlers` maps the type of a kwargs handler to it."""
 
@@ -191,7 +104,7 @@ class StrategySpec:
         name: The name under which it is registered.
         applies: Whether a run uses it: called with the settings, the topology and the device; a pure
             function, with the same result on every rank.
-        build: Builds it, or the `"module:function"` that does.
+        build: The class of the strategy, or its `"module:class"`.
         sections: The sections of `Settings` that it reads, each of which a plugin fills (`"deepspeed"`,
             `"fsdp"`, `"megatron"`, `"parallelism"`); with the arguments of the plugin that is created if the
             strategy is selected without one, or `None` if it needs none. A strategy cannot be selected
@@ -203,7 +116,7 @@ class StrategySpec:
             float32 whatever they were loaded in.
 
     Example:
-        >>> spec = StrategySpec(name="mine", applies=lambda *_: False, build="my_package:build")
+        >>> spec = StrategySpec(name="mine", applies=lambda *_: False, build="my_package:Mine")
         >>> spec.shards_gradients
         False
     """
@@ -220,98 +133,6 @@ class StrategySpec:
 StateDict: TypeAlias = dict[str, Any]
 Parameters: TypeAlias = "Tensor | Iterable[Tensor]"
 Optimizers: TypeAlias = "Iterable[Optimizer]"
-
-
-class ModelWrapper(Protocol):
-    """Wraps models for training by several processes, and unwraps them."""
-
-    def check(self, bundle: Bundle) -> None:
-        """Raise if the bundle cannot be wrapped, on every rank alike; modify nothing.
-
-        Called once per `prepare`, before any collective.
-
-        Raises:
-            ValueError: The bundle has something that cannot be wrapped.
-        """
-        ...
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Return the bundle with its models placed and wrapped, its optimizers pointing at them.
-
-        Called once per `prepare`, on every rank. A model that is already wrapped is unchanged. Afterwards all
-        ranks have rank 0's parameter values.
-
-        Args:
-            bundle: Models that `check` has let pass.
-            evaluation: The models will never be trained: place them, and wrap them only if they could
-                not run otherwise.
-        """
-        ...
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Remove exactly what `wrap` added; any other module is returned as it is."""
-        ...
-
-
-class Stepper(Protocol):
-    """Runs backward passes and optimizer steps."""
-
-    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
-        """Add the gradients of `loss / accumulation` to the parameters.
-
-        Args:
-            loss: 0-d tensor, or any shape with `gradient=` in `kwargs`.
-            accumulation: Number of micro-batches that make one optimizer step.
-            sync: Whether this backward pass completes the accumulation window, for engines that need to know.
-                It changes nothing if the forward pass ran within `no_sync`.
-            **kwargs: Passed to `Tensor.backward`.
-        """
-        ...
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Leave gradients local in backward passes within; the next one outside reduces their sum."""
-        ...
-
-    def join(
-        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
-    ) -> AbstractContextManager[None]:
-        """Let ranks run out of batches at different times within the context.
-
-        Args:
-            joinables: Wrapped models, and optimizers that are `torch.distributed` joinables.
-            divide_by_initial_world_size: Average gradients over all ranks, including finished ones; else over
-                ranks that still have batches.
-        """
-        ...
-
-    def clip_grad_norm(
-        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
-    ) -> Tensor | None:
-        """Scale the gradients down so that their norm over all parameters and ranks is at most `max_norm`.
-
-        Args:
-            parameters: Tensors with gradients.
-            max_norm: The largest norm allowed.
-            norm_type: The p of the norm; `inf` for the largest absolute value.
-            optimizers: The optimizers that may own the parameters, if loss scaling may be active.
-
-        Returns:
-            The norm before clipping, 0-d, the same on all ranks; `None` where the engine clips later.
-        """
-        ...
-
-    def clip_grad_value(
-        self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
-    ) -> None:
-        """Clamp every gradient to `[-clip_value, clip_value]`; `optimizers` as in `clip_grad_norm`."""
-        ...
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        """Step the optimizer; return False if the step was skipped because gradients were not finite.
-
-        Where the device decides, as for fused optimizers, the result is a 0-d tensor on the device.
-        """
-        ...
 
 
 class TrainStep(Protocol):
@@ -346,77 +167,6 @@ class TrainStep(Protocol):
         Returns:
             The result of the model call: the loss, or a structure with the loss in it, the same on all ranks.
         """
-        ...
-
-
-Write: TypeAlias = "Callable[[Any, Path], object]"
-"""Writes a state to a file."""
-
-
-class Persister(Protocol):
-    """Reads and loads full state dicts of models and optimizers. Called on every rank."""
-
-    def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
-        """Return the full state dict under the unwrapped model's names; on the CPU if models are sharded.
-
-        Args:
-            model: Prepared or not.
-            keep: Whether this rank needs it. Otherwise it takes part in the collectives, and the result may
-                be empty.
-        """
-        ...
-
-    def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        """Yield the full state dict in dictionaries that share no memory.
-
-        If models are sharded, each is gathered when it is requested, so that no rank needs memory for the
-        full state dict: every rank iterates over all.
-
-        Args:
-            model: Prepared or not.
-            keep: As in `full_state_dict`.
-        """
-        ...
-
-    def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
-        """Yield names of the unwrapped model and full parameters, bit-identical to `full_state_dict`.
-
-        Every rank iterates over all, in the same order; a rank that keeps nothing gets nothing.
-        `ReplicatedPersister` does it where every rank has full parameters, and
-        `accel_plugins.full_parameters.iter_gathered` where it has shards.
-
-        Args:
-            model: Prepared or not.
-            request: Their dtype, the size of buckets, and the ranks that need them.
-        """
-        ...
-
-    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        """Load a full state dict, which every rank has, into the wrapped model.
-
-        Args:
-            model: Prepared or not.
-            state: Name to tensor; tensors may be read from a file when they are needed.
-            **options: Options of `Module.load_state_dict`, whose result is returned.
-        """
-        ...
-
-    def full_optimizer_state(
-        self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
-    ) -> StateDict:
-        """Return the state dict that the optimizer would have in a run of one process.
-
-        Args:
-            optimizer: Prepared, without any wrapper of ours.
-            models: All prepared models, of which some own its parameters.
-            keep: As in `full_state_dict`.
-        """
-        ...
-
-    def load_full_optimizer_state(
-        self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
-    ) -> None:
-        """Load a full optimizer state dict, which every rank has."""
         ...
 
 
@@ -473,39 +223,6 @@ class Replicas(Protocol):
 
     def watched(self, loader: Any, begin: Callable[[], Generator[Any]]) -> Generator[Any]:
         """Yield the batches of an epoch; after this group was healed, from the restored position."""
-        ...
-
-
-class NativeFiles(Protocol):
-    """Saves and loads a strategy's own files. Called on every rank; complete after the next barrier."""
-
-    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = ...) -> None:
-        """Write the model that was prepared as number `index` into an existing directory.
-
-        Args:
-            model: Prepared.
-            directory: Exists already.
-            index: The number with which it was prepared.
-            write: Called as `write(state, path)` for each file. It may write later, while the model stays as
-                it is.
-        """
-        ...
-
-    def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Load the files of `save_model` into the wrapped model."""
-        ...
-
-    def save_optimizer(
-        self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int, *, write: Write = ...
-    ) -> None:
-        """Write the optimizer that was prepared as number `index`; `model` owns its parameters.
-
-        The arguments are as for `save_model`.
-        """
-        ...
-
-    def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Load the files of `save_optimizer`."""
         ...
 
 
@@ -608,3 +325,211 @@ class Bundle:
     def in_order(self) -> list[Any]:
         """Return the contents in the caller's order."""
         return [getattr(self, kind)[index] for kind, index in self.order]
+
+
+class Strategy:
+    """A training strategy: how models are wrapped, optimizers step, and states are read and loaded.
+
+    Each engine is a subclass, which overrides what it does in another way, and is registered by a `StrategySpec`.
+    This class trains full, ordinary tensors with PyTorch's optimizers, in one process. Every subclass passes
+    the suite in `accel_plugins.testing`.
+
+    Args:
+        settings: The settings of the run.
+        runtime: Topology, device and collectives.
+        precision: The precision policy; an engine with its own one replaces the attribute.
+        handlers: The kwargs handlers and plugins of the run, each by its type.
+
+    Attributes:
+        name: The name under which it is registered.
+        features: The optional features that it offers; checked by `require`.
+        sharding: Which batches this rank reads.
+        states: Reads and loads the states of models and optimizers.
+        mesh: The device mesh, if it has several axes.
+        fsdp_version: The version of FSDP that shards its models: 2 for `fully_shard`; `None` for neither.
+        compiles_in_place: Whether the unwrapped model is compiled instead of its wrapper.
+        calls_forward: Whether `train_step` calls the model's own `forward`, as it is when models are wrapped.
+        generators: Random number generators of the engine, for checkpoints.
+        replicas: Groups of processes that train copies of the model, of which any may die.
+        train_step: Runs forward and backward of an engine that owns both: see `TrainStep`.
+        split_sequences: Returns a context in which every rank has a shard of each sequence: called as
+            `split_sequences(buffers, buffer_seq_dims, no_restore_buffers)`.
+        shard_sequences: Shards the sequences of a batch, where loaders do that.
+        discard: Drops the gradients of an optimizer, where an engine has some outside of `.grad`.
+        after_micro_batch: Called after every backward pass that does not complete an accumulation window.
+        after_step: Called after every optimizer step. Both hooks serve devices that record operations and
+            execute them on request.
+
+    Example:
+        >>> class Counting(Strategy):
+        ...     name = "counting"
+        ...     steps = 0
+        ...     def step(self, optimizer, closure=None):
+        ...         self.steps += 1
+        ...         return super().step(optimizer, closure)
+    """
+
+    name: str = "single"
+    features: frozenset[Feature] = PLAIN_FEATURES
+    mesh: DeviceMesh | None = None
+    fsdp_version: int | None = None
+    compiles_in_place: bool = False
+    calls_forward: bool = False
+    generators: Generators | None = None
+    replicas: Replicas | None = None
+    train_step: TrainStep | None = None
+    split_sequences: Callable[..., AbstractContextManager[None]] | None = None
+    shard_sequences: Callable[[Any], Any] | None = None
+    discard: Callable[[Any], None] | None = None
+    after_micro_batch: Callable[[], None] | None = None
+    after_step: Callable[[], None] | None = None
+
+    def __init__(
+        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+    ) -> None:
+        del settings, handlers
+        topology = runtime.topology
+        self.runtime, self.precision = runtime, precision
+        self.sharding = BatchSharding(num_shards=topology.world_size, shard_index=topology.rank)
+        self.states = States()
+
+    def require(self, feature: Feature, what: str) -> None:
+        """Raise unless a feature is offered.
+
+        Args:
+            feature: The feature needed.
+            what: The user's call or option, for the message, such as `"clip_grad_value_()"`.
+
+        Raises:
+            UnsupportedError: The strategy does not declare the feature.
+        """
+        if feature not in self.features:
+            offered = ", ".join(sorted(f.name for f in self.features)) or "none"
+            raise UnsupportedError(
+                f"`{what}` needs {feature.name}, which the {self.name!r} strategy does not offer "
+                f"(it offers: {offered})."
+            )
+
+    def release(self) -> None:
+        """Release the references to prepared objects."""
+
+    # Models.
+
+    def check(self, bundle: Bundle) -> None:
+        """Raise if the bundle cannot be wrapped, on every rank alike; modify nothing.
+
+        Called once per `prepare`, before any collective.
+
+        Raises:
+            ValueError: The bundle has something that cannot be wrapped.
+        """
+        check_materialised(bundle)
+
+    def prepare_sequences(self, model: nn.Module) -> None:
+        """Change a model in place, before it is wrapped, so that it works on shards of sequences."""
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Return the bundle with its models placed and wrapped, its optimizers pointing at them.
+
+        Called once per `prepare`, on every rank. A model that is already wrapped is unchanged. Afterwards all
+        ranks have rank 0's parameter values.
+
+        Args:
+            bundle: Models that `check` has let pass.
+            evaluation: The models will never be trained: place them, and wrap them only if they could
+                not run otherwise.
+        """
+        del evaluation
+        return replace(bundle, models=move_to_device(bundle, self.runtime.device))
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Remove exactly what `wrap` added; any other module is returned as it is."""
+        return model
+
+    # Steps.
+
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        """Add the gradients of `loss / accumulation` to the parameters.
+
+        Args:
+            loss: 0-d tensor, or any shape with `gradient=` in `kwargs`.
+            accumulation: Number of micro-batches that make one optimizer step.
+            sync: Whether this backward pass completes the accumulation window, for engines that need to know.
+                It changes nothing if the forward pass ran within `no_sync`.
+            **kwargs: Passed to `Tensor.backward`.
+        """
+        del sync  # `no_sync` around the forward pass decides
+        if accumulation != 1:
+            loss = loss / accumulation
+        if self.precision.scaler is not None:
+            loss = self.precision.scale(loss)
+        loss.backward(**kwargs)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Leave gradients local in backward passes within; the next one outside reduces their sum."""
+        del model
+        return nullcontext()
+
+    def join(
+        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
+    ) -> AbstractContextManager[None]:
+        """Let ranks run out of batches at different times within the context.
+
+        Args:
+            joinables: Wrapped models, and optimizers that are `torch.distributed` joinables.
+            divide_by_initial_world_size: Average gradients over all ranks, including finished ones; else over
+                ranks that still have batches.
+        """
+        del joinables, divide_by_initial_world_size
+        return nullcontext()
+
+    def clip_grad_norm(
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
+    ) -> Tensor | None:
+        """Scale the gradients down so that their norm over all parameters and ranks is at most `max_norm`.
+
+        Args:
+            parameters: Tensors with gradients.
+            max_norm: The largest norm allowed.
+            norm_type: The p of the norm; `inf` for the largest absolute value.
+            optimizers: The optimizers that may own the parameters, if loss scaling may be active.
+
+        Returns:
+            The norm before clipping, 0-d, the same on all ranks; `None` where the engine clips later.
+        """
+        return clip_grad_norm_(self.unscale(parameters, optimizers), max_norm, norm_type)
+
+    def clip_grad_value(
+        self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
+    ) -> None:
+        """Clamp every gradient to `[-clip_value, clip_value]`; `optimizers` as in `clip_grad_norm`."""
+        tensors = self.unscale(parameters, optimizers)
+        if any(parameter.grad is not None for parameter in tensors):  # torch's function needs one
+            clip_grad_value_(tensors, clip_value)
+
+    def unscale(self, parameters: Parameters, optimizers: Optimizers) -> list[Tensor]:
+        """Unscale the gradients of the optimizers that own any of the parameters; return the parameters."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+        if self.precision.scaler is not None:
+            ids = {*map(id, tensors)}
+            self.precision.unscale(
+                optimizer
+                for optimizer in optimizers
+                if any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+            )
+        return tensors
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        """Step the optimizer; return False if the step was skipped because gradients were not finite.
+
+        Where the device decides, as for fused optimizers, the result is a 0-d tensor on the device.
+        """
+        return self.precision.step(optimizer, closure)
+
+    def wrap_optimizer(self, optimizer: Any, **options: Any) -> Any:
+        """Return the optimizer that `prepare` returns; `options` are those of `AcceleratedOptimizer`."""
+        return AcceleratedOptimizer(optimizer, **options)
+
+    def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any], **options: Any) -> Any:
+        """Return the schedule that `prepare` returns; `options` are those of `AcceleratedScheduler`."""
+        return AcceleratedScheduler(scheduler, [*optimizers], **options)

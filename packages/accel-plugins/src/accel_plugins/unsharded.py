@@ -1,76 +1,34 @@
-"""The strategy of a single process, and common code of strategies with full models on every rank."""
+"""States of full models, which every rank has; offloaded weights, and checks of models to prepare."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import field, replace
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from accel_ops.modules import extract_model_from_parallel, without_compiler
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.mapped import release
 from accel_plugins.full_parameters import FullParameters, full_sources, iter_gathered
-from accel_plugins.parallelism.config import check_axes
-from accel_plugins.strategy import (
-    PLAIN_FEATURES,
-    BatchSharding,
-    Bundle,
-    Optimizers,
-    Parameters,
-    PrecisionPolicy,
-    StateDict,
-    Strategy,
-)
 from accel_state.errors import CheckpointError, SettingsError, UnsupportedError
-from accel_state.frozen import frozen
-from accel_state.runtime import Runtime
-from accel_state.settings.model import Settings
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from accel_plugins.sharding.state import RankPlanners, StateAllocator, StateForm
+    from accel_plugins.strategy import Bundle, StateDict
 
-def build(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Build the strategy of a run with one process; `settings` and `handlers` have no effect on it."""
-    del settings
-    check_axes(handlers, 1)
-    return Strategy(
-        name="single",
-        wrapper=SingleWrapper(device=runtime.device),
-        stepper=TorchStepper(precision=precision),
-        persister=ReplicatedPersister(),
-        sharding=BatchSharding(num_shards=1, shard_index=0),
-        features=PLAIN_FEATURES,
-    )
-
-
-@frozen
-class SingleWrapper:
-    """Model wrapper that moves models to the device."""
-
-    device: torch.device
-
-    def check(self, bundle: Bundle) -> None:
-        check_materialised(bundle)
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        del evaluation
-        return replace(bundle, models=move_to_device(bundle, self.device))
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
+Write: TypeAlias = "Callable[[Any, Path], object]"
+"""Writes a state to a file."""
 
 
 def check_materialised(bundle: Bundle) -> None:
@@ -165,22 +123,61 @@ def move_to_device(bundle: Bundle, device: torch.device) -> list[nn.Module]:
     ]
 
 
-class ReplicatedPersister:
-    """Persister of replicated models."""
+class States:
+    """Reads and loads the states of models and optimizers. Every method is called on every rank.
 
-    __slots__ = ()
+    This class serves strategies whose ranks have full, ordinary tensors. Where ranks have shards,
+    `is_sharded` is true, and `accel_plugins.sharding.shards.ShardedStates` gathers full states from them.
+
+    A sharded state dict has a `DTensor` for each sharded tensor; any other tensor is replicated. Names have no
+    prefixes of wrappers, so that strategies load each other's checkpoints.
+
+    Attributes:
+        is_sharded: Whether ranks have shards, so that full states take collectives.
+        planners: Plan a rank's writes and reads of shards; PyTorch's, for plain tensors and DTensors, if `None`.
+    """
+
+    is_sharded: ClassVar[bool] = False
+    planners: RankPlanners | None = None
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
+        """Return the full state dict under the unwrapped model's names; on the CPU if models are sharded.
+
+        Args:
+            model: Prepared or not.
+            keep: Whether this rank needs it. Otherwise it takes part in the collectives, and the result may
+                be empty.
+        """
         del keep
         return with_offloaded_weights(_core(model).state_dict(), model)
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+        """Yield the full state dict in dictionaries that share no memory.
+
+        If models are sharded, each is gathered when it is requested, so that no rank needs memory for the
+        full state dict: every rank iterates over all.
+        """
         yield self.full_state_dict(model, keep=keep)
 
     def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
+        """Yield names of the unwrapped model and full parameters, bit-identical to `full_state_dict`.
+
+        Every rank iterates over all, in the same order; a rank that keeps nothing gets nothing.
+
+        Args:
+            model: Prepared or not.
+            request: Their dtype, the size of buckets, and the ranks that need them.
+        """
         return iter_gathered(full_sources(_core(model).state_dict(keep_vars=True)), request)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
+        """Load a full state dict, which every rank has, into the wrapped model.
+
+        Args:
+            model: Prepared or not.
+            state: Name to tensor; tensors may be read from a file when they are needed.
+            **options: Options of `Module.load_state_dict`, whose result is returned.
+        """
         core = _core(model)
         state = _check_offloaded_values(core, state)
         with _releasing(core, state):
@@ -189,14 +186,88 @@ class ReplicatedPersister:
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
+        """Return the state dict that the optimizer would have in a run of one process.
+
+        Args:
+            optimizer: Prepared, without any wrapper of ours.
+            models: All prepared models, of which some own its parameters.
+            keep: As in `full_state_dict`.
+        """
         del models, keep
         return optimizer.state_dict()
 
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
+        """Load a full optimizer state dict, which every rank has."""
         del models
         load_in_place(optimizer, state)
+
+    def form(self) -> StateForm:
+        """Return the form that `save_state` writes; only called where ranks have shards, as all below."""
+        raise NotImplementedError
+
+    def model_tensors(self, model: nn.Module) -> StateDict:
+        """Return the sharded state dict of a prepared model, with `ABSENT` for tensors of other ranks.
+
+        Its tensors may be read until the model changes, and written before `load_model`.
+        """
+        raise NotImplementedError
+
+    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> Any:
+        """Load a state dict in the layout of `model_tensors`."""
+        raise NotImplementedError
+
+    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
+        """Return the sharded state dict of an optimizer, with parameters by name.
+
+        Args:
+            optimizer: Prepared, without the wrapper `AcceleratedOptimizer`.
+            models: All prepared models, some of which own its parameters.
+
+        Returns:
+            `{"state": {name: {key: value}}, "param_groups": [{…, "params": [name, …]}]}`; without the states
+            of other ranks, and with `ABSENT` for groups that other ranks write.
+        """
+        raise NotImplementedError
+
+    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
+        """Return an allocator for the destination tensors of an optimizer load.
+
+        Returns:
+            A function of the names of a parameter and of its state, and of the shape and dtype of the full
+            saved tensor; it may return a tensor of the optimizer's current state, or `ABSENT` for a
+            parameter of other ranks.
+        """
+        raise NotImplementedError
+
+    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
+        """Load a state dict in the layout of `optimizer_tensors`, with the groups of all parameters.
+
+        Raises:
+            CheckpointError: Its parameters differ from the optimizer's.
+        """
+        raise NotImplementedError
+
+    def save_native(
+        self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save
+    ) -> None:
+        """Write the engine's own files of the model prepared as number `index`, and of its optimizer.
+
+        Called where `form()` is `NATIVE`; the files are complete after the next barrier.
+
+        Args:
+            model: Prepared.
+            directory: Exists already.
+            index: The number with which it was prepared.
+            write: Called as `write(state, path)` for each file. It may write later, while the model stays as
+                it is.
+        """
+        raise NotImplementedError
+
+    def load_native(self, model: nn.Module, directory: Path, index: int) -> None:
+        """Load the files of `save_native` into the wrapped model and its optimizer."""
+        raise NotImplementedError
 
 
 def _check_offloaded_values(core: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -280,93 +351,6 @@ def _copy_to(value: Any, target: Any, parameter: Tensor) -> Any:
 
 def _core(model: nn.Module) -> nn.Module:
     return extract_model_from_parallel(model, keep_torch_compile=False)
-
-
-@frozen
-class TorchStepper:
-    """Stepper for PyTorch's optimizers; by default, for ordinary tensors.
-
-    Args:
-        no_sync_of: Returns the context in which a model's gradients stay local.
-        join_of: Returns the context in which ranks may finish early, from the joinables and
-            `divide_by_initial_world_size`.
-        around_backward: Returns a context for the duration of every backward pass.
-        around_step: Returns a context for the duration of every step of an optimizer.
-        clip_norm: Clips unscaled gradients; called as `clip_norm(parameters, max_norm, norm_type)`.
-        clip_value: Likewise, as `clip_value(parameters, clip_value)`.
-    """
-
-    precision: PrecisionPolicy
-    no_sync_of: Callable[[nn.Module], AbstractContextManager[None]] | None = None
-    join_of: Callable[[Sequence[Any], bool], AbstractContextManager[None]] | None = None
-    around_backward: Callable[[], AbstractContextManager[None]] | None = None
-    around_step: Callable[[Optimizer], AbstractContextManager[None]] | None = None
-    clip_norm: Callable[..., Tensor] = clip_grad_norm_
-    clip_value: Callable[..., None] = clip_grad_value_
-    step: Callable[..., bool | Tensor] = field(init=False, repr=False, compare=False)
-    """Steps an optimizer: if possible the precision policy's method itself, without a call in between."""
-
-    def __post_init__(self) -> None:
-        around, step = self.around_step, self.precision.step
-        if around is not None:
-
-            def step_within(optimizer: Optimizer, closure: Any = None) -> bool | Tensor:
-                with around(optimizer):
-                    return self.precision.step(optimizer, closure)
-
-            step = step_within
-        object.__setattr__(self, "step", step)
-
-    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
-        del sync  # `no_sync` around the forward pass decides
-        if accumulation != 1:
-            loss = loss / accumulation
-        if self.precision.scaler is not None:
-            loss = self.precision.scale(loss)
-        if self.around_backward is None:
-            loss.backward(**kwargs)
-        else:
-            with self.around_backward():
-                loss.backward(**kwargs)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext() if self.no_sync_of is None else self.no_sync_of(model)
-
-    def join(
-        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
-    ) -> AbstractContextManager[None]:
-        return (
-            nullcontext() if self.join_of is None else self.join_of(joinables, divide_by_initial_world_size)
-        )
-
-    def clip_grad_norm(
-        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
-    ) -> Tensor:
-        return self.clip_norm(unscale_gradients(self.precision, parameters, optimizers), max_norm, norm_type)
-
-    def clip_grad_value(
-        self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
-    ) -> None:
-        parameters = unscale_gradients(self.precision, parameters, optimizers)
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        # torch's function needs a gradient, and a rank may have none where its shards are empty.
-        if any(parameter.grad is not None for parameter in tensors):
-            self.clip_value(tensors, clip_value)
-
-
-def unscale_gradients(
-    precision: PrecisionPolicy, parameters: Parameters, optimizers: Optimizers
-) -> Tensor | list[Tensor]:
-    """Unscale the gradients of the optimizers that own any of the parameters; return the parameters."""
-    clipped = parameters if isinstance(parameters, torch.Tensor) else [*parameters]
-    if precision.scaler is not None:
-        ids = {id(tensor) for tensor in ([clipped] if isinstance(clipped, torch.Tensor) else clipped)}
-        precision.unscale(
-            optimizer
-            for optimizer in optimizers
-            if any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
-        )
-    return clipped
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -23,26 +23,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 
 from accel_ops import broadcast
 from accel_ops.tree import recursively_apply, walk
-from accel_ops.weights.tensors import tensor_memory
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.fsdp.blocks import blocks, fsdp2_prepare_auto_wrap_policy
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.full_parameters import FullParameters
 from accel_plugins.kwargs import TorchDynamoPlugin
 from accel_plugins.sharding.folder import load_object
-from accel_plugins.sharding.state import StateAllocator, TensorShards
-from accel_plugins.strategy import (
-    PLAIN_FEATURES,
-    BatchSharding,
-    Bundle,
-    Feature,
-    PrecisionPolicy,
-    StateDict,
-    Strategy,
-)
-from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_materialised, move_to_device
+from accel_plugins.sharding.shards import ShardedStates
+from accel_plugins.sharding.state import StateAllocator, StateForm, parameters_by_name
+from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy, Strategy
+from accel_plugins.unsharded import States, check_materialised, move_to_device
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.frozen import frozen
 from accel_state.labels import DDPCommunicationHookType, DynamoBackend
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
@@ -54,56 +45,45 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-def build_replicated(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Build the strategy of a run on XLA devices."""
-    refuse_unsupported(settings, runtime, precision, handlers)
-    topology, own = runtime.topology, runtime.kind.own_runtime
-    if topology.world_size > 1 and not own.is_replicated():
-        raise UnsupportedError(
-            f"PJRT runs {topology.world_size} processes, each of which drives all devices of its host: let "
-            f"the compiler shard over them, with {SPMD_PLUGIN}, or start one for every device, with "
-            "`accel launch --tpu`."
-        )
-    own.start(spmd=False)
-    average = GradientAverage(topology.world_size) if topology.world_size > 1 else None
-    stepper = TorchStepper(precision=precision)
-    if average is not None:
-        stepper = replace(stepper, no_sync_of=average.no_sync, around_backward=average.around_backward)
-    return Strategy(
-        name="xla",
-        wrapper=XlaWrapper(device=runtime.device, average=average),
-        stepper=stepper,
-        persister=ReplicatedPersister(),
-        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
-        features=PLAIN_FEATURES - ({Feature.UNEVEN_INPUTS} if average is not None else set()),
-        after_micro_batch=own.flush,
-        after_step=own.flush,
-    )
+class XlaStrategy(Strategy):
+    """Replicate models on XLA devices, and average their gradients."""
 
+    name = "xla"
 
-@frozen
-class XlaWrapper:
-    """Model wrapper that moves models to an XLA device."""
-
-    device: torch.device
-    average: GradientAverage | None = None
-
-    def check(self, bundle: Bundle) -> None:
-        check_materialised(bundle)
+    def __init__(
+        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+    ) -> None:
+        super().__init__(settings, runtime, precision, handlers)
+        refuse_unsupported(settings, runtime, precision, handlers)
+        world_size, own = runtime.topology.world_size, runtime.kind.own_runtime
+        if world_size > 1 and not own.is_replicated():
+            raise UnsupportedError(
+                f"PJRT runs {world_size} processes, each of which drives all devices of its host: let "
+                f"the compiler shard over them, with {SPMD_PLUGIN}, or start one for every device, with "
+                "`accel launch --tpu`."
+            )
+        own.start(spmd=False)
+        self._average = GradientAverage(world_size) if world_size > 1 else None
+        if self._average is not None:
+            self.features = PLAIN_FEATURES - {Feature.UNEVEN_INPUTS}
+        self.after_micro_batch = self.after_step = own.flush
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Move the models to the device, with the values of rank 0 on all ranks."""
-        models = move_to_xla(bundle, self.device)
-        if self.average is not None and not evaluation:
+        models = move_to_xla(bundle, self.runtime.device)
+        if self._average is not None and not evaluation:
             for model in models:
                 broadcast([*model.parameters(), *model.buffers()])
-                self.average.add(model)
+                self._average.add(model)
         return replace(bundle, models=models)
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext() if self._average is None else self._average.no_sync(model)
+
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        super().backward(loss, accumulation=accumulation, sync=sync, **kwargs)
+        if self._average is not None:
+            self._average.average()
 
 
 class GradientAverage:
@@ -131,10 +111,8 @@ class GradientAverage:
         finally:
             self._is_local = before
 
-    @contextmanager
-    def around_backward(self) -> Generator[None]:
-        """Average gradients at the end of the block."""
-        yield
+    def average(self) -> None:
+        """Average the gradients, except within `no_sync`."""
         gradients = {
             id(parameter): parameter.grad
             for model in self._models
@@ -211,71 +189,49 @@ def refuse_unsupported(
             )
 
 
-def build_spmd(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Build the strategy of a run sharded over XLA devices."""
-    # 1. Refuse unsupported settings and handlers.
-    plugin: FullyShardedDataParallelPlugin = handlers[FullyShardedDataParallelPlugin]
-    own, topology = runtime.kind.own_runtime, runtime.topology
-    if own is None:
-        raise UnsupportedError(
-            "FullyShardedDataParallelPlugin(xla=True) shards over XLA devices, but this process "
-            f"computes on {str(runtime.device)!r}: remove xla, or install accel-suite[xla]."
-        )
-    refuse_unsupported(settings, runtime, precision, handlers)
-    if not (plugin.xla and plugin.xla_fsdp_v2):
-        raise UnsupportedError(
-            f"FullyShardedDataParallelPlugin(xla={plugin.xla!r}, xla_fsdp_v2={plugin.xla_fsdp_v2!r}): "
-            f"on XLA devices the compiler shards models. Use {SPMD_PLUGIN}."
-        )
-    names = ("mixed_precision_policy", "ignored_modules", "param_init_fn")
-    unsupported = [name for name in names if getattr(plugin, name) is not None]
-    unsupported += ["cpu_offload"] * bool(getattr(plugin.cpu_offload, "offload_params", False))
-    if unsupported:
-        raise UnsupportedError(
-            f"{SPMD_PLUGIN} cannot be combined with {', '.join(unsupported)}: remove it. "
-            "mixed_precision='bf16' of Accelerator computes in bfloat16."
-        )
-    # 2. Have the compiler shard: over the caller's mesh if set, else over all devices.
-    start(spmd=True)
-    spmd = xla_module("distributed.spmd")
-    mesh = spmd.get_global_mesh()
-    if mesh is None or AXIS not in mesh.axis_names:
-        count = xla_module("runtime").global_runtime_device_count()
-        mesh = spmd.Mesh([*range(count)], (count, 1), (AXIS, "model"))
-        spmd.set_global_mesh(mesh)
-    return Strategy(
-        name="xla_fsdp",
-        wrapper=ShardedXlaWrapper(device=runtime.device, plugin=plugin, mesh=mesh),
-        stepper=TorchStepper(
-            precision=precision,
-            around_backward=partial(
-                _quiet, "Full backward hook is firing"
-            ),  # of barriers whose inputs need no gradient
-        ),
-        persister=CompilerShardedPersister(),
-        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
-        features=PLAIN_FEATURES,
-        shards=TensorShards(
-            form_now=partial(form_of, plugin),
-            allocator_like=partial(_allocator_like, mesh),
-            fills_state=False,
-        ),
-        planners=SpmdPlanners(),
-        shard_sequences=partial(recursively_apply, partial(_move_sharded, mesh, runtime)),
-        after_micro_batch=own.flush,
-        after_step=own.flush,
-    )
+class SpmdStrategy(Strategy):
+    """Move models to the devices of a mesh, over which the compiler shards them."""
 
+    name = "xla_fsdp"
 
-@frozen
-class ShardedXlaWrapper:
-    """Model wrapper that moves models to the devices of a mesh, sharded."""
-
-    device: torch.device
-    plugin: FullyShardedDataParallelPlugin
-    mesh: Any
+    def __init__(
+        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+    ) -> None:
+        super().__init__(settings, runtime, precision, handlers)
+        # 1. Refuse unsupported settings and handlers.
+        plugin: FullyShardedDataParallelPlugin = handlers[FullyShardedDataParallelPlugin]
+        own = runtime.kind.own_runtime
+        if own is None:
+            raise UnsupportedError(
+                "FullyShardedDataParallelPlugin(xla=True) shards over XLA devices, but this process "
+                f"computes on {str(runtime.device)!r}: remove xla, or install accel-suite[xla]."
+            )
+        refuse_unsupported(settings, runtime, precision, handlers)
+        if not (plugin.xla and plugin.xla_fsdp_v2):
+            raise UnsupportedError(
+                f"FullyShardedDataParallelPlugin(xla={plugin.xla!r}, xla_fsdp_v2={plugin.xla_fsdp_v2!r}): "
+                f"on XLA devices the compiler shards models. Use {SPMD_PLUGIN}."
+            )
+        names = ("mixed_precision_policy", "ignored_modules", "param_init_fn")
+        unsupported = [name for name in names if getattr(plugin, name) is not None]
+        unsupported += ["cpu_offload"] * bool(getattr(plugin.cpu_offload, "offload_params", False))
+        if unsupported:
+            raise UnsupportedError(
+                f"{SPMD_PLUGIN} cannot be combined with {', '.join(unsupported)}: remove it. "
+                "mixed_precision='bf16' of Accelerator computes in bfloat16."
+            )
+        # 2. Have the compiler shard: over the caller's mesh if set, else over all devices.
+        start(spmd=True)
+        spmd = xla_module("distributed.spmd")
+        mesh = spmd.get_global_mesh()
+        if mesh is None or AXIS not in mesh.axis_names:
+            count = xla_module("runtime").global_runtime_device_count()
+            mesh = spmd.Mesh([*range(count)], (count, 1), (AXIS, "model"))
+            spmd.set_global_mesh(mesh)
+        self._plugin, self._xla_mesh = plugin, mesh
+        self.states = SpmdStates(mesh, runtime.device, partial(form_of, plugin))
+        self.shard_sequences = partial(recursively_apply, partial(_move_sharded, mesh, runtime))
+        self.after_micro_batch = self.after_step = own.flush
 
     def check(self, bundle: Bundle) -> None:
         """Reject models on the meta device, and activation checkpointing without blocks."""
@@ -284,7 +240,7 @@ class ShardedXlaWrapper:
             if self._recomputes and len(self._blocks(model)) == 1:
                 raise SettingsError(
                     f"xla_fsdp_grad_ckpt=True recomputes the activations of blocks, and auto_wrap_policy="
-                    f"{self.plugin.auto_wrap_policy!r} selects none of {type(model).__name__}: select some."
+                    f"{self._plugin.auto_wrap_policy!r} selects none of {type(model).__name__}: select some."
                 )
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
@@ -293,32 +249,33 @@ class ShardedXlaWrapper:
         Models that the caller keeps on another device are unchanged.
         """
         del evaluation
-        models = move_to_xla(bundle, self.device)
+        models = move_to_xla(bundle, self.runtime.device)
         for model in models:
-            if any(parameter.device.type != self.device.type for parameter in model.parameters()):
+            if any(parameter.device.type != self.runtime.device.type for parameter in model.parameters()):
                 continue
             units = self._blocks(model)
-            shard_model(model, units, self.mesh)
+            shard_model(model, units, self._xla_mesh)
             if self._recomputes:
                 for block in units[:-1]:
                     xla_module("distributed.fsdp").checkpoint_module(block)
         for optimizer in bundle.optimizers:
             # The state is sharded like the parameters whenever it is loaded or created.
-            shard_state = partial(_shard_state, self.mesh)
+            shard_state = partial(_shard_state, self._xla_mesh)
             optimizer.register_load_state_dict_post_hook(shard_state)
             optimizer.register_step_post_hook(shard_state)
             shard_state(optimizer)
         return replace(bundle, models=models)
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        with _quiet("Full backward hook is firing"):  # of barriers whose inputs need no gradient
+            super().backward(loss, accumulation=accumulation, sync=sync, **kwargs)
 
     @property
     def _recomputes(self) -> bool:
-        return bool(self.plugin.xla_fsdp_grad_ckpt or self.plugin.activation_checkpointing)
+        return bool(self._plugin.xla_fsdp_grad_ckpt or self._plugin.activation_checkpointing)
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
-        return blocks(model, fsdp2_prepare_auto_wrap_policy(self.plugin, model), set())
+        return blocks(model, fsdp2_prepare_auto_wrap_policy(self._plugin, model), set())
 
 
 def shard_model(model: nn.Module, blocks: Sequence[nn.Module], mesh: Any) -> None:
@@ -387,42 +344,36 @@ def _move_sharded(mesh: Any, runtime: Runtime, tensor: Tensor) -> Tensor:
     return xla_module("core.xla_model").send_cpu_data_to_device([tensor], runtime.device, spec)[0]
 
 
-class CompilerShardedPersister(ReplicatedPersister):
-    """Persister of models that the compiler shards: full states are copied to the CPU."""
+class SpmdStates(ShardedStates):
+    """States of models that the compiler shards: full states are copied to the CPU."""
 
-    def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
-        """Copy the state dict of the model to the CPU; tied tensors share memory."""
-        state = ReplicatedPersister.full_state_dict(self, model)
-        copies = {name: value for part in _iter_copies(state) for name, value in part.items()}
-        return {name: copies[name] for name in state} if keep else {}
+    def __init__(self, mesh: Any, device: torch.device, form: Callable[[], StateForm]) -> None:
+        super().__init__(device, form)
+        self._mesh = mesh
+        self.planners = SpmdPlanners()
 
-    def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        """Copy the state dict to the CPU tensor by tensor, tied names together."""
-        state = ReplicatedPersister.full_state_dict(self, model)
-        return (part if keep else {} for part in _iter_copies(state))
+    load_full_state_dict = States.load_full_state_dict
+    load_full_optimizer_state = States.load_full_optimizer_state
 
     def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
         """Copy the parameters to the CPU one by one."""
-        parameters = ReplicatedPersister.iter_full_parameters(self, model, request)
+        parameters = States.iter_full_parameters(self, model, request)
         return ((name, parameter.cpu()) for name, parameter in parameters)
 
-    def full_optimizer_state(
-        self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
-    ) -> StateDict:
-        del models
-        state = recursively_apply(torch.Tensor.cpu, optimizer.state_dict())
-        return state if keep else {}
+    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
+        """Return an allocator of tensors sharded like the parameter of the same name and shape, else full."""
+        parameters = parameters_by_name(optimizer, models)
 
+        def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            del key
+            parameter = parameters.get(name)
+            if parameter is None or parameter.shape != shape or not shape:
+                return torch.empty(shape, dtype=dtype, device="cpu")
+            tensor = torch.empty(shape, dtype=dtype, device="cpu").to(parameter.device)
+            shard(tensor, self._mesh)
+            return tensor
 
-def _iter_copies(state: StateDict) -> Iterator[StateDict]:
-    """Copy tensors to the CPU one by one; names of the same memory share a copy."""
-    names: dict[Any, list[str]] = {}
-    for name, value in state.items():
-        key = tensor_memory(value) if isinstance(value, torch.Tensor) else id(value)
-        names.setdefault(key, []).append(name)
-    for group in names.values():
-        value = state[group[0]]
-        yield dict.fromkeys(group, value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+        return allocate
 
 
 def xla_module(name: str) -> Any:
@@ -458,21 +409,6 @@ class SpmdPlanners:
 
 
 _INDEXED_BY_LISTS = "Using a non-tuple sequence"  # torch_xla indexes shards with lists
-
-
-def _allocator_like(mesh: Any, parameters: Mapping[str, Tensor]) -> StateAllocator:
-    """Return an allocator of tensors sharded like the parameter of the same name and shape, else full."""
-
-    def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        del key
-        parameter = parameters.get(name)
-        if parameter is None or parameter.shape != shape or not shape:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        tensor = torch.empty(shape, dtype=dtype, device="cpu").to(parameter.device)
-        shard(tensor, mesh)
-        return tensor
-
-    return allocate
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,14 @@ from accel_plugins.deepspeed.library import GatheredParameters, ds_module, is_sh
 from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
 from accel_plugins.sharding.shards import group_tied_names
 from accel_plugins.sharding.state import StateAllocator, StateForm, names_to_indices, state_by_name
-from accel_plugins.strategy import StateDict, Write
-from accel_plugins.unsharded import ReplicatedPersister, load_in_place
+from accel_plugins.strategy import StateDict
+from accel_plugins.unsharded import States, Write, load_in_place
 from accel_state.errors import CheckpointError, UnsupportedError
-from accel_state.frozen import frozen
-from accel_state.runtime import Runtime
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_plugins.deepspeed.engine import DeepSpeedStepper
+    from accel_plugins.deepspeed.strategy import DeepSpeedStrategy
 
 _MAX_PROBLEMS = 20
 """Problems that a message names."""
@@ -347,23 +345,22 @@ def _write_shard(parameter: Any, full: Tensor) -> None:
             full.copy_(parameter)
 
 
-_PLAIN = ReplicatedPersister()
-"""Persister of models without an engine."""
+class DeepSpeedStates(States):
+    """Gathers the sharded state of an engine, and shards it again at load; saved in its native format."""
 
+    is_sharded = True
 
-@frozen
-class DeepSpeedPersister:
-    """Persister that gathers the sharded state of an engine, and shards it again at load."""
+    def __init__(self, strategy: DeepSpeedStrategy) -> None:
+        self.strategy = strategy
 
-    runtime: Runtime
-    stepper: DeepSpeedStepper
-
-    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save) -> None:
+    def save_native(
+        self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save
+    ) -> None:
         """Write the engine's native checkpoint, which includes the optimizer."""
-        owner = self.stepper.owner_of(model)
+        owner = self.strategy.owner_of(model)
         if owner is None:
-            if self.runtime.topology.is_main:
-                write(_PLAIN.full_state_dict(model), directory / f"{folder_name(index)}.bin")
+            if self.strategy.runtime.topology.is_main:
+                write(super().full_state_dict(model), directory / f"{folder_name(index)}.bin")
         else:
             engine = owner.engine
 
@@ -373,12 +370,12 @@ class DeepSpeedPersister:
             with replaced_attributes(engine.checkpoint_engine, {"save": save}):
                 engine.save_checkpoint(str(directory), tag=folder_name(index))
 
-    def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
+    def load_native(self, model: nn.Module, directory: Path, index: int) -> None:
         """Load a native checkpoint, written with any sharding."""
-        owner = self.stepper.owner_of(model)
+        owner = self.strategy.owner_of(model)
         if owner is None:
             path = directory / f"{folder_name(index)}.bin"
-            _PLAIN.load_full_state_dict(model, torch.load(path, map_location="cpu", weights_only=True))
+            super().load_full_state_dict(model, torch.load(path, map_location="cpu", weights_only=True))
             return
         engine, state = owner.engine, EngineState(owner.engine, owner.groups)
         folder = cast(
@@ -416,42 +413,28 @@ class DeepSpeedPersister:
         if schedule is not None and engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(schedule)
 
-    def save_optimizer(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        directory: Path,
-        index: int,
-        *,
-        write: Write = torch.save,
-    ) -> None:
-        """Do nothing: the checkpoint of the model includes the optimizer."""
-
-    def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Do nothing: `load_model` has loaded the optimizer."""
-
     def full_state_dict(self, model: nn.Module, *, keep: bool = True, exact: bool = False) -> StateDict:
         """Gather the full state dict, under the names of the unwrapped model.
 
         `exact` requests the float32 master weights instead of the 16-bit weights of the model.
         """
         state = self._state_of(model)
-        return _PLAIN.full_state_dict(model) if state is None else state.weights(keep=keep, exact=exact)
+        return super().full_state_dict(model) if state is None else state.weights(keep=keep, exact=exact)
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         state = self._state_of(model)
-        return _PLAIN.iter_full_state_dict(model) if state is None else state.iter_weights(keep=keep)
+        return super().iter_full_state_dict(model) if state is None else state.iter_weights(keep=keep)
 
     def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
         state = self._state_of(model)
         if state is None:
-            return _PLAIN.iter_full_parameters(model, request)
-        return iter_gathered(state.sources(), request, self.runtime.device)
+            return super().iter_full_parameters(model, request)
+        return iter_gathered(state.sources(), request, self.strategy.runtime.device)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         own = self._state_of(model)
         if own is None:
-            return _PLAIN.load_full_state_dict(model, state, **options)
+            return super().load_full_state_dict(model, state, **options)
         return own.load_weights(state, **options)
 
     def full_optimizer_state(
@@ -469,36 +452,29 @@ class DeepSpeedPersister:
     @property
     def state(self) -> EngineState:
         """The state of the trained engine."""
-        return EngineState(self.stepper.wrapper.engine, self.stepper.wrapper.groups)
+        return EngineState(self.strategy.wrapper.engine, self.strategy.wrapper.groups)
 
     def _state_of(self, model: nn.Module) -> EngineState | None:
-        owner = self.stepper.owner_of(model)
+        owner = self.strategy.owner_of(model)
         if owner is not None:
             return EngineState(owner.engine, owner.groups)
         core = extract_model_from_parallel(model, keep_torch_compile=False)
         return EngineState(None, (), module=core) if any(map(is_sharded, core.parameters())) else None
-
-
-@frozen
-class DeepSpeedShards:
-    """Sharded state of an engine: saved in its native format, loaded from others as full tensors."""
-
-    persister: DeepSpeedPersister
 
     def form(self) -> StateForm:
         return StateForm.NATIVE
 
     def model_tensors(self, model: nn.Module) -> StateDict:
         """Gather the full state dict, with the float32 master weights."""
-        return self.persister.full_state_dict(model, exact=True)
+        return self.full_state_dict(model, exact=True)
 
-    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        self.persister.load_full_state_dict(model, state, **options)
+    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> Any:
+        return self.load_full_state_dict(model, state, **options)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
         """Gather the full state dict of the optimizer, keyed by parameter name."""
-        state = self.persister.full_optimizer_state(optimizer, models)
-        return state_by_name(state, self.persister.state.names())
+        state = self.full_optimizer_state(optimizer, models)
+        return state_by_name(state, self.state.names())
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Allocate full tensors on every rank."""
@@ -508,7 +484,7 @@ class DeepSpeedShards:
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         """Load a state dict that is keyed by parameter name into the optimizer."""
         del optimizer, models
-        self.persister.state.load_named_optimizer(state)
+        self.state.load_named_optimizer(state)
 
 
 def folder_name(index: int) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel_ops.modules import compiled_in_place, unwrap_once
+from accel_ops.modules import compiled_in_place, unwrap_once, without_compiler
 from accel_plugins.deepspeed.config import (
     DummyOptim,
     DummyScheduler,
@@ -25,20 +25,31 @@ from accel_plugins.deepspeed.config import (
     hidden_size_of,
     refuse_misspelt,
 )
-from accel_plugins.deepspeed.engine import DeepSpeedEngineWrapper, DeepSpeedStepper
+from accel_plugins.deepspeed.engine import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+)
 from accel_plugins.deepspeed.library import ds_module, is_sharded, map_pytorch_optim_to_deepspeed, start
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.deepspeed.sequence import SequenceParallel, sequences_of
-from accel_plugins.deepspeed.state import DeepSpeedPersister, DeepSpeedShards
+from accel_plugins.deepspeed.sequence import sequences_of
+from accel_plugins.deepspeed.state import DeepSpeedStates
 from accel_plugins.kwargs import DataLoaderConfiguration, GradientAccumulationPlugin
 from accel_plugins.optimizers.host_adamw import HostAdamW
 from accel_plugins.optimizers.muon import Muon
 from accel_plugins.precision import EnginePrecision
-from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPolicy, Strategy
+from accel_plugins.strategy import (
+    BatchSharding,
+    Bundle,
+    Feature,
+    Optimizers,
+    Parameters,
+    PrecisionPolicy,
+    Strategy,
+)
 from accel_plugins.unsharded import check_materialised
 from accel_state import hang_monitor
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
-from accel_state.frozen import frozen
 from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
@@ -46,76 +57,43 @@ from accel_state.settings.model import Settings
 logger = get_logger(__name__)
 
 
-def build(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Build the strategy of a run with DeepSpeed."""
-    del settings
-    # 1. Import the library, and resolve the plugin.
-    deepspeed = start(runtime)
-    unwrap_once.register(deepspeed.DeepSpeedEngine, lambda engine: engine.module)
-    handler = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
-    plugins = cast(
-        "Mapping[str, DeepSpeedPlugin]", handler if isinstance(handler, dict) else {"default": handler}
-    )
-    for each in plugins.values():
-        each.set_mixed_precision(precision.name)
-    plugin = _find_selected(plugins)
-    is_plain = plugin.get_value("zero_optimization.stage", 0) == 0 and plugin.mixed_precision == "no"
-    features = {Feature.NO_SYNC, Feature.CLIP_GRAD_VALUE} if is_plain else set[Feature]()
-    topology = runtime.topology
-    sequences = sequences_of(runtime, handlers)
-    sharers = 1 if sequences is None else sequences.size
-    # 2. Compose the strategy.
-    stepper = DeepSpeedStepper()
-    persister = DeepSpeedPersister(runtime=runtime, stepper=stepper)
-    loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
-    return Strategy(
-        name="deepspeed",
-        wrapper=DeepSpeedWrapper(
-            runtime=runtime,
-            deepspeed=deepspeed,
-            plugins=plugins,
-            accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
-            split_batches=loading.split_batches,
-            stepper=stepper,
-            sequences=sequences,
-        ),
-        stepper=stepper,
-        persister=persister,
-        sharding=BatchSharding(
+class DeepSpeedStrategy(Strategy):
+    """Build an engine from a model and its optimizer; it computes gradients and steps."""
+
+    name = "deepspeed"
+    compiles_in_place = True
+
+    def __init__(
+        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+    ) -> None:
+        super().__init__(settings, runtime, precision, handlers)
+        # 1. Import the library, and resolve the plugin.
+        self.deepspeed: Any = start(runtime)
+        unwrap_once.register(self.deepspeed.DeepSpeedEngine, lambda engine: engine.module)
+        handler = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
+        self.plugins = cast(
+            "Mapping[str, DeepSpeedPlugin]", handler if isinstance(handler, dict) else {"default": handler}
+        )
+        for each in self.plugins.values():
+            each.set_mixed_precision(precision.name)
+        plugin = self.plugin
+        is_plain = plugin.get_value("zero_optimization.stage", 0) == 0 and plugin.mixed_precision == "no"
+        features = {Feature.NO_SYNC, Feature.CLIP_GRAD_VALUE} if is_plain else set[Feature]()
+        self.features = frozenset({Feature.OPTIMIZER_FROM_CONFIGURATION, *features})
+        self.precision = EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type)
+        loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
+        self.split_batches = loading.split_batches
+        self.accumulation = accumulation_of(handlers.get(GradientAccumulationPlugin))
+        # 2. Shard batches, and sequences.
+        topology, self.sequences = runtime.topology, sequences_of(runtime, handlers)
+        sharers = 1 if self.sequences is None else self.sequences.size
+        self.sharding = BatchSharding(
             num_shards=topology.world_size // sharers, shard_index=topology.rank // sharers
-        ),
-        mesh=None if sequences is None else sequences.full_mesh,
-        shard_sequences=None if sequences is None else sequences.shard,
-        features=frozenset({Feature.OPTIMIZER_FROM_CONFIGURATION, *features}),
-        precision=EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type),
-        release=partial(_release, stepper, sequences),
-        shards=DeepSpeedShards(persister=persister),
-        native=persister,
-        wrap_optimizer=stepper.wrap_optimizer,
-        wrap_scheduler=stepper.wrap_scheduler,
-        compiles_in_place=True,
-    )
-
-
-def _release(stepper: DeepSpeedStepper, sequences: SequenceParallel | None) -> None:
-    stepper.release()
-    if sequences is not None:
-        sequences.release()
-
-
-@frozen
-class DeepSpeedWrapper:
-    """Model wrapper that builds an engine from a model and its optimizer."""
-
-    runtime: Runtime
-    deepspeed: Any
-    plugins: Mapping[str, DeepSpeedPlugin]
-    accumulation: KnownValue
-    split_batches: bool
-    stepper: DeepSpeedStepper
-    sequences: SequenceParallel | None = None
+        )
+        if self.sequences is not None:
+            self.mesh, self.shard_sequences = self.sequences.full_mesh, self.sequences.shard
+        self._wrapper: DeepSpeedEngineWrapper | None = None
+        self.states = DeepSpeedStates(self)
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
@@ -147,7 +125,7 @@ class DeepSpeedWrapper:
                         f"other paths), or use offload_{what}_device='cpu'."
                     )
         # 2. Check the prepared objects.
-        check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.stepper.has_engine)
+        check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.has_engine)
         if self.sequences is not None:
             for model in fresh:
                 self.sequences.validate(model)
@@ -242,8 +220,108 @@ class DeepSpeedWrapper:
             optimizer.optimizer.state.clear()
             optimizer.refresh_fp32_params()
         if bundle.optimizers:
-            self.stepper.register(DeepSpeedEngineWrapper(engine, groups=groups))
+            self.register(DeepSpeedEngineWrapper(engine, groups=groups))
         return engine, optimizer, scheduler
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether `prepare()` has built an engine."""
+        return self._wrapper is not None
+
+    @property
+    def wrapper(self) -> DeepSpeedEngineWrapper:
+        """The engine that is trained."""
+        if self._wrapper is None:
+            raise SettingsError(
+                "DeepSpeed has no model to train yet: pass the model and its optimizer to one call of "
+                "accelerator.prepare() first."
+            )
+        return self._wrapper
+
+    def register(self, wrapper: DeepSpeedEngineWrapper) -> None:
+        """Train this engine from now on."""
+        self._wrapper = wrapper
+
+    def release(self) -> None:
+        """Destroy the engine and release it."""
+        wrapper, self._wrapper = self._wrapper, None
+        if wrapper is not None:
+            wrapper.engine.destroy()
+        if self.sequences is not None:
+            self.sequences.release()
+
+    def owner_of(self, model: nn.Module) -> DeepSpeedEngineWrapper | None:
+        """Return the engine of a model if it is the trained one, else `None`."""
+        wrapper, inner = self._wrapper, without_compiler(model)
+        is_own = wrapper is not None and inner in {wrapper.engine, wrapper.engine.module}
+        return wrapper if is_own else None
+
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        """Add the gradients of `loss / accumulation`; with `scale_wrt_gas=False`, of `loss`."""
+        scale = kwargs.pop("scale_wrt_gas", True)
+        if scale and accumulation != 1:
+            loss = loss / accumulation
+        self.wrapper.backward(loss, sync_gradients=sync, scale_wrt_gas=False, **kwargs)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        owner = self.owner_of(model)
+        return nullcontext() if owner is None else owner.accumulate_without_step()
+
+    def join(
+        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
+    ) -> AbstractContextManager[None]:
+        del joinables, divide_by_initial_world_size
+        raise UnsupportedError(
+            "join_uneven_inputs(): DeepSpeed needs the same number of batches on every rank."
+        )
+
+    def clip_grad_norm(
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
+    ) -> Tensor | None:
+        """Schedule clipping of the engine's gradients for its next step; clip other parameters now."""
+        del optimizers  # The engine has only one.
+        clipped = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+        wrapper = self.wrapper
+        own = {id(parameter) for parameter in wrapper.engine.module.parameters()}
+        if clipped and own.isdisjoint(map(id, clipped)):
+            return torch.nn.utils.clip_grad_norm_(clipped, max_norm, norm_type=norm_type)
+        return wrapper.clip(max_norm, norm_type)
+
+    def clip_grad_value(
+        self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
+    ) -> None:
+        """Clamp the gradients in `.grad`; the strategy declares whether the engine leaves them there."""
+        del optimizers
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+        if closure is not None:
+            raise UnsupportedError(
+                "optimizer.step(closure): DeepSpeed's engine steps without a closure. Remove it."
+            )
+        self._check_own(optimizer)
+        return self.wrapper.step()
+
+    def discard(self, optimizer: Optimizer) -> None:
+        """Drop the gradients of the optimizer, including those that the engine has already reduced."""
+        self._check_own(optimizer)
+        self.wrapper.discard()
+
+    def wrap_optimizer(self, optimizer: Any, **options: Any) -> Any:
+        return DeepSpeedOptimizerWrapper(optimizer, step=options["step"], discard=self.discard)
+
+    def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any], **options: Any) -> Any:
+        """Wrap the scheduler; the engine steps its own by itself."""
+        if self._wrapper is not None and self._wrapper.engine.lr_scheduler is scheduler:
+            return DeepSpeedSchedulerWrapper(scheduler, optimizers)
+        return super().wrap_scheduler(scheduler, optimizers, **options)
+
+    def _check_own(self, optimizer: Any) -> None:
+        if self._wrapper is not None and optimizer is not self._wrapper.optimizer:
+            raise SettingsError(
+                f"{type(optimizer).__name__}.step(): this optimizer does not belong to the model that "
+                "DeepSpeed trains. Use the last one that accelerator.prepare() returned."
+            )
 
 
 def configuration_of(

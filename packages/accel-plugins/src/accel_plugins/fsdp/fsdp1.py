@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import field, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,11 +36,10 @@ from accel_plugins.fsdp.blocks import (
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.full_parameters import ParameterSource
 from accel_plugins.parallelism.config import mesh_of
-from accel_plugins.sharding.shards import ShardsPersister, group_tied_names, sharded_sources, source_of
+from accel_plugins.sharding.shards import ShardedStates, group_tied_names, source_of
 from accel_plugins.sharding.state import (
     StateAllocator,
     StateForm,
-    TensorShards,
     allocator_like,
     check_groups,
     strip_wrapper_prefixes,
@@ -52,88 +51,61 @@ from accel_plugins.sharding.wrap import (
     mark_originals,
     warn_about_master_weights,
 )
-from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPolicy, StateDict, Strategy
-from accel_plugins.unsharded import TorchStepper, check_materialised, move_to_device
+from accel_plugins.strategy import (
+    Bundle,
+    Feature,
+    Optimizers,
+    Parameters,
+    PrecisionPolicy,
+    StateDict,
+    Strategy,
+)
+from accel_plugins.unsharded import check_materialised, move_to_device
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 from accel_state.torch_private import apply_activation_checkpointing, checkpoint_wrapper, offload_wrapper
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 unwrap_once.register(FullyShardedDataParallel, lambda model: model.module)
 
 
-def build(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Build the strategy of a run whose models are sharded by FSDP1."""
-    del settings
-    # 1. Resolve the plugin and the mesh.
-    topology = runtime.topology
-    plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(fsdp_version=1)
-    plugin.set_mixed_precision(precision.name)
-    sizes = {"dp_shard": topology.world_size}
-    if plugin.sharding_strategy in {
-        ShardingStrategy.HYBRID_SHARD,
-        ShardingStrategy._HYBRID_SHARD_ZERO2,
-    }:  # one row for each node
-        local = topology.local_world_size
-        sizes = {"dp_replicate": topology.world_size // local, "dp_shard": local}
-    # 2. Compose the strategy.
-    roots = FsdpRoots()
-    shards = Fsdp1Shards(roots=roots, form_now=partial(form_of, plugin))
-    return Strategy(
-        name="fsdp1",
-        fsdp_version=1,
-        wrapper=Fsdp1Wrapper(
-            runtime=runtime,
-            plugin=plugin,
-            mesh=mesh_of(runtime.device.type, sizes),
-            roots=roots,
-            remap=ParamRemap(),
-            master_weights=None if precision.name == "no" else precision.name,
-        ),
-        stepper=TorchStepper(
-            precision=precision,
-            no_sync_of=partial(_no_sync, roots),
-            join_of=_refuse_join,
-            around_backward=partial(hang_monitor.collective_scope, "backward"),
-            clip_norm=partial(_clip_norm, roots),
-        ),
-        persister=ShardsPersister(
-            shards=shards, device=runtime.device, sources=partial(fsdp1_sources, shards)
-        ),
-        shards=shards,
-        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
-        features=frozenset(
-            {
-                Feature.CLIP_GRAD_VALUE,
-                Feature.ITEM_COUNTS,
-                Feature.MODEL_WITHOUT_OPTIMIZER,
-                Feature.MULTIPLE_MODELS,
-                Feature.NO_SYNC,
-            }
-        ),
+class Fsdp1Strategy(Strategy):
+    """Put models into `FullyShardedDataParallel`."""
+
+    name = "fsdp1"
+    fsdp_version = 1
+    features = frozenset(
+        {
+            Feature.CLIP_GRAD_VALUE,
+            Feature.ITEM_COUNTS,
+            Feature.MODEL_WITHOUT_OPTIMIZER,
+            Feature.MULTIPLE_MODELS,
+            Feature.NO_SYNC,
+        }
     )
 
-
-@frozen
-class Fsdp1Wrapper:
-    """Model wrapper that puts models into `FullyShardedDataParallel`.
-
-    `master_weights` is the mixed precision under which trained parameters are cast to float32, if any.
-    """
-
-    runtime: Runtime
-    plugin: FullyShardedDataParallelPlugin
-    mesh: DeviceMesh
-    roots: FsdpRoots
-    remap: ParamRemap
-    master_weights: str | None = None
+    def __init__(
+        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+    ) -> None:
+        super().__init__(settings, runtime, precision, handlers)
+        topology = runtime.topology
+        plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(
+            fsdp_version=1
+        )
+        plugin.set_mixed_precision(precision.name)
+        sizes = {"dp_shard": topology.world_size}
+        if plugin.sharding_strategy in {
+            ShardingStrategy.HYBRID_SHARD,
+            ShardingStrategy._HYBRID_SHARD_ZERO2,
+        }:  # one row for each node
+            local = topology.local_world_size
+            sizes = {"dp_replicate": topology.world_size // local, "dp_shard": local}
+        self.plugin, self.shard_mesh = plugin, mesh_of(runtime.device.type, sizes)
+        # The mixed precision under which trained parameters are cast to float32.
+        self.master_weights = None if precision.name == "no" else precision.name
+        self.roots, self.remap = FsdpRoots(), ParamRemap()
+        self.states = Fsdp1States(self.roots, runtime.device, partial(form_of, plugin))
 
     def check(self, bundle: Bundle) -> None:
         """Refuse models that FSDP1 cannot shard, and optimizers that are foreign or cannot train shards."""
@@ -165,7 +137,9 @@ class Fsdp1Wrapper:
 
     def _check_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
         kind = type(optimizer).__qualname__
-        sharded = self.plugin.sharding_strategy is not ShardingStrategy.NO_SHARD and self.mesh.size() > 1
+        sharded = (
+            self.plugin.sharding_strategy is not ShardingStrategy.NO_SHARD and self.shard_mesh.size() > 1
+        )
         if sharded and not _MIXING.isdisjoint(base.__name__.lower() for base in type(optimizer).__mro__):
             raise SettingsError(
                 f"{kind} computes the update of an element from others of its parameter, and FSDP1 gives "
@@ -194,6 +168,24 @@ class Fsdp1Wrapper:
             self.remap.switch(optimizer)
             self.roots.shard_state(optimizer)
         return replace(bundle, models=models)
+
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        with hang_monitor.collective_scope("backward"):
+            super().backward(loss, accumulation=accumulation, sync=sync, **kwargs)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        root = self.roots.of_model(model)
+        return nullcontext() if root is None else root.no_sync()  # pyright: ignore[reportReturnType] - a context manager without annotations
+
+    def join(
+        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
+    ) -> AbstractContextManager[None]:
+        raise UnsupportedError("FSDP1 cannot train on batches that run out earlier on some ranks.")
+
+    def clip_grad_norm(
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
+    ) -> Tensor:
+        return _clip_norm(self.roots, self.unscale(parameters, optimizers), max_norm, norm_type)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, FullyShardedDataParallel) else model
@@ -241,7 +233,7 @@ class Fsdp1Wrapper:
                 forward_prefetch=bool(plugin.forward_prefetch),
                 limit_all_gathers=plugin.limit_all_gathers,
                 use_orig_params=bool(plugin.use_orig_params),
-                device_mesh=self.mesh,
+                device_mesh=self.shard_mesh,
             )
         # 4. Add what FSDP1 lacks.
         if self.master_weights is not None:
@@ -311,20 +303,8 @@ def _checkpoint_blocks(root: FullyShardedDataParallel, plugin: FullyShardedDataP
     )
 
 
-def _no_sync(roots: FsdpRoots, model: nn.Module) -> Any:
-    root = roots.of_model(model)
-    return nullcontext() if root is None else root.no_sync()
-
-
-def _refuse_join(*_: Any) -> NoReturn:
-    raise UnsupportedError("FSDP1 cannot train on batches that run out earlier on some ranks.")
-
-
-def _clip_norm(
-    roots: FsdpRoots, parameters: Tensor | list[Tensor], max_norm: float, norm_type: float
-) -> Tensor:
+def _clip_norm(roots: FsdpRoots, clipped: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """Clip gradients by their norm over all parameters of all models."""
-    clipped = parameters if isinstance(parameters, list) else [parameters]
     ids = {id(parameter) for parameter in clipped}
     models = [root for root in roots if any(id(parameter) in ids for parameter in root.parameters())]
     inside = {id(parameter) for root in models for parameter in root.parameters()}
@@ -352,46 +332,41 @@ def _clip_norm(
     return norm
 
 
-@frozen
-class Fsdp1Shards:
+class Fsdp1States(ShardedStates):
     """Sharded state dicts of FSDP1, with the original parameters instead of the flat ones."""
 
-    roots: FsdpRoots
-    form_now: Callable[[], StateForm]
-    _plain: TensorShards = field(default_factory=TensorShards, init=False)
-
-    def form(self) -> StateForm:
-        return self.form_now()
+    def __init__(self, roots: FsdpRoots, device: torch.device, form: Callable[[], StateForm]) -> None:
+        super().__init__(device, form)
+        self.roots = roots
 
     def model_tensors(self, model: nn.Module) -> StateDict:
         """Return the sharded state dict of the model; tied weights are one object."""
         root = self.roots.of_model(model)
         if root is None:
-            return self._plain.model_tensors(model)
+            return super().model_tensors(model)
         with sharded_states(root):
             state = {strip_wrapper_prefixes(name): value for name, value in root.state_dict().items()}
         # FSDP1 returns tied weights as several tensors; make them a single object again.
         tied = {name: first for name, first in tied_names(root).items() if {name, first} <= state.keys()}
         return state | {name: state[first] for name, first in tied.items()}
 
-    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
+    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> Any:
         """Load a sharded state dict; one name of tied weights suffices."""
         root = self.roots.of_model(model)
         if root is None:
-            self._plain.load_model(model, state, **options)
-            return
+            return super().load_model(model, state, **options)
         complete = dict(state)
         for name, first in tied_names(root).items():  # files have a single name of tied weights
             saved_name = first if first in state else name
             if saved_name in state:
                 complete[name] = complete[first] = state[saved_name]
         with sharded_states(root):
-            root.load_state_dict(complete, **options)
+            return root.load_state_dict(complete, **options)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
         roots = self.roots.of_optimizer(optimizer, models)
         if not roots:
-            return self._plain.optimizer_tensors(optimizer, models)
+            return super().optimizer_tensors(optimizer, models)
         for values in optimizer.state_dict()["state"].values():
             for key, value in values.items():
                 if isinstance(value, dict):  # torch requires it to be the same on every rank
@@ -410,7 +385,7 @@ class Fsdp1Shards:
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         roots = self.roots.of_optimizer(optimizer, models)
         if not roots:
-            return self._plain.state_allocator(optimizer, models)
+            return super().state_allocator(optimizer, models)
         return allocator_like(
             {
                 prefix + name: tensor
@@ -422,7 +397,7 @@ class Fsdp1Shards:
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         roots = self.roots.of_optimizer(optimizer, models)
         if not roots:
-            self._plain.load_optimizer(optimizer, models, state)
+            super().load_optimizer(optimizer, models, state)
             return
         names = self._named_groups(optimizer, roots)
         check_groups(*[[group["params"] for group in groups] for groups in (state["param_groups"], names)])
@@ -451,6 +426,14 @@ class Fsdp1Shards:
         ]
         optimizer.load_state_dict({"state": local, "param_groups": groups})
 
+    def sources(self, model: nn.Module) -> Sequence[ParameterSource]:
+        root = self.roots.of_model(model)
+        if root is None:
+            return super().sources(model)
+        buffers = {strip_wrapper_prefixes(name) for name, _ in root.named_buffers(remove_duplicate=False)}
+        state = {name: value for name, value in self.model_tensors(model).items() if name not in buffers}
+        return [source_of(names, value) for names, value in group_tied_names(state)]
+
     def _named_groups(
         self, optimizer: Optimizer, roots: Mapping[str, FullyShardedDataParallel]
     ) -> list[dict[str, Any]]:
@@ -467,16 +450,6 @@ class Fsdp1Shards:
             {**group, "params": [name for parameter in group["params"] for name in names[id(parameter)]]}
             for group in optimizer.param_groups
         ]
-
-
-def fsdp1_sources(shards: Fsdp1Shards, model: nn.Module) -> list[ParameterSource]:
-    """Return a model's parameters, as in its sharded state dict, as sources for `iter_gathered`."""
-    root = shards.roots.of_model(model)
-    if root is None:
-        return sharded_sources(model)
-    buffers = {strip_wrapper_prefixes(name) for name, _ in root.named_buffers(remove_duplicate=False)}
-    state = {name: value for name, value in shards.model_tensors(model).items() if name not in buffers}
-    return [source_of(names, value) for names, value in group_tied_names(state)]
 
 
 @contextmanager

@@ -31,11 +31,9 @@ from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.experts import ExpertParallel, experts_of
 from accel_plugins.parallelism.sequence import Ulysses
 from accel_plugins.parallelism.tensor import TensorParallel
-from accel_plugins.sharding.shards import ShardsPersister
-from accel_plugins.sharding.state import TensorShards
-from accel_plugins.sharding.step import sharded_stepper
-from accel_plugins.sharding.wrap import SHARDED_FEATURES, ShardedWrapper, dtype_to_train, hook_of
-from accel_plugins.strategy import PrecisionPolicy, Strategy
+from accel_plugins.sharding.shards import ShardedStates
+from accel_plugins.sharding.wrap import ShardedStrategy, dtype_to_train, hook_of
+from accel_plugins.strategy import PrecisionPolicy
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
@@ -48,61 +46,59 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def build(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Build the strategy of a run whose models are sharded by FSDP2."""
-    del settings
-    plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(fsdp_version=2)
-    if plugin.version != 2:
-        raise SettingsError(
-            f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: "
-            "its axes go with fsdp_version=2 only."
+class Fsdp2Strategy(ShardedStrategy):
+    """Shard models by FSDP2, and over the axes of the run."""
+
+    name = "fsdp2"
+    fsdp_version = 2
+
+    def __init__(
+        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+    ) -> None:
+        super().__init__(settings, runtime, precision, handlers)
+        plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(
+            fsdp_version=2
         )
-    # 1. Build the mesh, and the stages that shard models over its axes.
-    plugin.set_mixed_precision(precision.name)
-    sharded = FullyShardedDataParallelPlugin in handlers
-    axes = axes_of(runtime, handlers, sharded=sharded, fully_shard=True)
-    mesh, experts_mesh = axes.fully_sharded(runtime), axes.experts(runtime)
-    experts = None
-    if experts_mesh is not None:
-        experts = ExpertParallel(mesh=experts_mesh, num_batches=mesh.size(), tensor=axes.tensor)
-    full = FullSharding(plugin=plugin, mesh=mesh, master_weights=precision.name != "no", experts=experts)
-    is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-    tensor = None
-    if axes.tensor is not None:
-        tensor = TensorParallel(mesh=axes.tensor, ignores_experts=experts is not None)
-    stages = [stage for stage in (tensor, experts, full) if stage is not None]
-    validate = [stage.validate for stage in stages]
-    # 2. Shard sequences, too, with context or sequence parallelism.
-    context, ulysses = sequences_of(axes)
-    sequences = context or ulysses
-    validate += [] if sequences is None else [sequences.validate]
-    # 3. Compose the strategy.
-    shards = TensorShards(form_now=partial(form_of, plugin))
-    return Strategy(
-        name="fsdp2",
-        fsdp_version=2,
-        wrapper=ShardedWrapper(
-            runtime=runtime,
-            shard=stages,
-            validate=validate,
-            parameters_on=torch.device("cpu") if is_offloaded else runtime.device,
-            master_weights=None if precision.name == "no" else precision.name,
-            only_main_has_values=bool(plugin.cpu_ram_efficient_loading),
-            mesh=axes.mesh,
-        ),
-        stepper=sharded_stepper(precision, "fsdp2"),
-        persister=ShardsPersister(shards=shards, device=runtime.device),
-        sharding=axes.sharding,
-        features=SHARDED_FEATURES,
-        mesh=axes.mesh,
-        split_sequences=context,
-        prepare_for_split=None if sequences is None else sequences.prepare,
-        shard_sequences=None if ulysses is None else ulysses.shard,
-        release=None if ulysses is None else ulysses.release,
-        shards=shards,
-    )
+        if plugin.version != 2:
+            raise SettingsError(
+                f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: "
+                "its axes go with fsdp_version=2 only."
+            )
+        # 1. Build the mesh, and the stages that shard models over its axes.
+        plugin.set_mixed_precision(precision.name)
+        sharded = FullyShardedDataParallelPlugin in handlers
+        axes = axes_of(runtime, handlers, sharded=sharded, fully_shard=True)
+        mesh, experts_mesh = axes.fully_sharded(runtime), axes.experts(runtime)
+        experts = None
+        if experts_mesh is not None:
+            experts = ExpertParallel(mesh=experts_mesh, num_batches=mesh.size(), tensor=axes.tensor)
+        full = FullSharding(plugin=plugin, mesh=mesh, master_weights=precision.name != "no", experts=experts)
+        tensor = None
+        if axes.tensor is not None:
+            tensor = TensorParallel(mesh=axes.tensor, ignores_experts=experts is not None)
+        stages = [stage for stage in (tensor, experts, full) if stage is not None]
+        # 2. Shard sequences, too, with context or sequence parallelism.
+        self.split_sequences, self.ulysses = sequences_of(axes)
+        sequences = [stage for stage in (self.split_sequences, self.ulysses) if stage is not None]
+        if self.ulysses is not None:
+            self.shard_sequences = self.ulysses.shard
+        self.stages, self.validators = stages, [stage.validate for stage in (*stages, *sequences)]
+        # 3. Set where sharded parameters are, and which ranks read which batches.
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            self.parameters_on = torch.device("cpu")
+        self.master_weights = None if precision.name == "no" else precision.name
+        self.only_main_has_values = bool(plugin.cpu_ram_efficient_loading)
+        self.mesh, self.sharding = axes.mesh, axes.sharding
+        self.states = ShardedStates(runtime.device, partial(form_of, plugin))
+
+    def prepare_sequences(self, model: nn.Module) -> None:
+        for sequences in (self.split_sequences, self.ulysses):
+            if sequences is not None:
+                sequences.prepare(model)
+
+    def release(self) -> None:
+        if self.ulysses is not None:
+            self.ulysses.release()
 
 
 def sequences_of(axes: Axes) -> tuple[ContextParallel | None, Ulysses | None]:

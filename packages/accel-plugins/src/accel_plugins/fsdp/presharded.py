@@ -22,24 +22,22 @@ from accel_ops.modules import size_at_load, without_compiler
 from accel_plugins.fsdp.fsdp2 import MonitoredAllGather
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig, TorchTensorParallelPlugin, mesh_of
-from accel_plugins.sharding.shards import ShardsPersister
-from accel_plugins.sharding.state import StateForm, TensorShards
-from accel_plugins.sharding.step import sharded_stepper
-from accel_plugins.sharding.wrap import SHARDED_FEATURES
-from accel_plugins.strategy import BatchSharding, Bundle, PrecisionPolicy, Strategy
+from accel_plugins.sharding.shards import ShardedStates
+from accel_plugins.sharding.state import StateForm
+from accel_plugins.sharding.wrap import ShardedStrategy
+from accel_plugins.strategy import BatchSharding, Bundle, PrecisionPolicy
 from accel_plugins.unsharded import check_not_lazy, move_to_device
 from accel_state.errors import SettingsError
-from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
+from accel_state.settings.model import Settings
 
 
-def build(
-    model: nn.Module, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Build the strategy of a run from its first model. A collective over all ranks.
+class PreshardedStrategy(ShardedStrategy):
+    """Leaves sharded models unchanged. Built from the first model, by a collective over all ranks.
 
     Args:
         model: A model with `DTensor`s among its parameters, on every rank.
+        settings: The settings of the run.
         runtime: The run.
         precision: The run's precision.
         handlers: The plugins of the run, which must not contradict the model.
@@ -47,22 +45,56 @@ def build(
     Raises:
         SettingsError: A plugin contradicts the model, or ranks outside of its meshes would train alone.
     """
-    mesh = data_mesh(model)
-    world = runtime.topology.world_size
-    indices, sharding = _sharding(model, mesh, runtime)
-    _check_plugins(model, handlers, num_shards=sharding.num_shards, world_size=world)
-    shards = TensorShards(form_now=lambda: StateForm.SHARDED)
-    return Strategy(
-        name="presharded",
-        fsdp_version=None if mesh is None else 2,
-        wrapper=PreshardedWrapper(runtime=runtime, mesh=mesh),
-        stepper=sharded_stepper(precision, "presharded"),
-        persister=ShardsPersister(shards=shards, device=runtime.device),
-        sharding=sharding,
-        features=SHARDED_FEATURES,
-        mesh=_named_mesh(mesh, indices, runtime.device.type),
-        shards=shards,
-    )
+
+    name = "presharded"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        runtime: Runtime,
+        precision: PrecisionPolicy,
+        handlers: Mapping[type, Any],
+    ) -> None:
+        super().__init__(settings, runtime, precision, handlers)
+        self._data_mesh = data_mesh(model)
+        indices, self.sharding = _sharding(model, self._data_mesh, runtime)
+        _check_plugins(
+            model, handlers, num_shards=self.sharding.num_shards, world_size=runtime.topology.world_size
+        )
+        self.fsdp_version = None if self._data_mesh is None else 2
+        self.mesh = _named_mesh(self._data_mesh, indices, runtime.device.type)
+        self.states = ShardedStates(runtime.device, lambda: StateForm.SHARDED)
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse a model that is not sharded, or is sharded over other axes than the first model."""
+        expected = 1 if self._data_mesh is None else self._data_mesh.size()
+        for model in map(without_compiler, bundle.models):
+            check_not_lazy(model)
+            mesh = data_mesh(model)
+            shards = 1 if mesh is None else mesh.size()
+            if shards != expected or not any(isinstance(p, DTensor) for p in model.parameters()):
+                raise SettingsError(
+                    f"{type(model).__qualname__} has batches for {shards} ranks, but the first prepared "
+                    f"model is already sharded, with batches for {expected}: all models of an "
+                    "Accelerator must have the same sharding."
+                )
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False, **_: Any) -> Bundle:
+        """Monitor FSDP2's collectives, and synchronise trainable parameters that it does not manage."""
+        if evaluation:
+            return replace(bundle, models=move_to_device(bundle, self.runtime.device))
+        mesh = self._data_mesh
+        if mesh is None:
+            return bundle
+        for model in map(without_compiler, bundle.models):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_all_gather(MonitoredAllGather())
+            for parameter in model.parameters():
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
+                    _average_over(parameter, mesh)
+        return bundle
 
 
 def data_mesh(model: nn.Module) -> DeviceMesh | None:
@@ -155,47 +187,6 @@ def _check_plugins(
             f"{name} is sharded already so that {about}, and torch_tp_plugin has tp_size={plugin.tp_size!r}. "
             "Remove the plugin, or give both the same size."
         )
-
-
-@frozen
-class PreshardedWrapper:
-    """Model wrapper that leaves sharded models unchanged."""
-
-    runtime: Runtime
-    mesh: DeviceMesh | None
-
-    def check(self, bundle: Bundle) -> None:
-        """Refuse a model that is not sharded, or is sharded over other axes than the first model."""
-        expected = 1 if self.mesh is None else self.mesh.size()
-        for model in map(without_compiler, bundle.models):
-            check_not_lazy(model)
-            mesh = data_mesh(model)
-            shards = 1 if mesh is None else mesh.size()
-            if shards != expected or not any(isinstance(p, DTensor) for p in model.parameters()):
-                raise SettingsError(
-                    f"{type(model).__qualname__} has batches for {shards} ranks, but the first prepared "
-                    f"model is already sharded, with batches for {expected}: all models of an "
-                    "Accelerator must have the same sharding."
-                )
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Monitor FSDP2's collectives, and synchronise trainable parameters that it does not manage."""
-        if evaluation:
-            return replace(bundle, models=move_to_device(bundle, self.runtime.device))
-        mesh = self.mesh
-        if mesh is None:
-            return bundle
-        for model in map(without_compiler, bundle.models):
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_custom_all_gather(MonitoredAllGather())
-            for parameter in model.parameters():
-                if parameter.requires_grad and not isinstance(parameter, DTensor):
-                    _average_over(parameter, mesh)
-        return bundle
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return without_compiler(model)
 
 
 def _average_over(parameter: nn.Parameter, mesh: DeviceMesh) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -27,17 +26,15 @@ from accel_plugins.full_parameters import FullParameters
 from accel_plugins.megatron.engine import MegatronEngine
 from accel_plugins.megatron.families import Packing, Weight
 from accel_plugins.megatron.library import core
-from accel_plugins.sharding.shards import group_tied_names
+from accel_plugins.sharding.shards import ShardedStates, group_tied_names
 from accel_plugins.sharding.state import (
     StateAllocator,
     StateForm,
-    TensorShards,
     check_groups,
     names_to_indices,
     state_by_name,
 )
 from accel_plugins.strategy import StateDict
-from accel_plugins.unsharded import ReplicatedPersister
 from accel_state.errors import CheckpointError, SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
@@ -48,15 +45,65 @@ if TYPE_CHECKING:
     from accel_plugins.megatron.strategy import Groups
 
 
-class MegatronPersister(ReplicatedPersister):
-    """Persister that gathers weights from all stages and tensor-parallel ranks, and shards them again."""
+class MegatronStates(ShardedStates):
+    """State dicts of engines under the names of transformers, as DTensors or gathered from all stages."""
+
+    def form(self) -> StateForm:
+        return StateForm.SHARDED
+
+    def model_tensors(self, model: nn.Module) -> StateDict:
+        """Return the sharded state dict of a model, in float32 if it is trained."""
+        if not isinstance(model, MegatronEngine):
+            return super().model_tensors(model)
+        check_names(model)
+        aliases, mesh = find_aliases(model.source), self._mesh()
+        state: StateDict = dict(list_buffers(model.source))
+        for part in iter_masters(model):
+            for name, value in part.items():
+                state |= dict.fromkeys(aliases[name], _shard(value, mesh))
+        return state
+
+    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> Any:
+        """Load a sharded state dict; with `strict=False` weights may be missing."""
+        if not isinstance(model, MegatronEngine):
+            return super().load_model(model, state, **options)
+        check_names(model)
+        return load_weights(model, _by_first_name(find_aliases(model.source), state))
+
+    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
+        engine, mesh = find_engine(optimizer, models), self._mesh()
+        return named_optimizer_state(engine, optimizer, lambda value: _shard(value, mesh))
+
+    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
+        """Return an allocator of even shards; scalars are replicated."""
+        del optimizer, models
+        mesh = self._mesh()
+
+        def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            del name, key
+            if not shape:
+                return torch.empty(shape, dtype=dtype, device="cpu")
+            return _shard(torch.empty(shape, dtype=dtype, device=self._device.type), mesh)
+
+        return allocate
+
+    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
+        engine = find_engine(optimizer, models)
+        if engine.plugin.no_load_optim:
+            return
+        check_groups([group["params"] for group in state["param_groups"]], engine.optimizer_names)
+        _load_optimizer(engine, optimizer, state["param_groups"], state["state"])
+
+    def _mesh(self) -> DeviceMesh:
+        group: Any = dist.group.WORLD
+        return DeviceMesh.from_group(group, self._device.type)
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
         return dict(chain.from_iterable(part.items() for part in self.iter_full_state_dict(model, keep=keep)))
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         if not isinstance(model, MegatronEngine):
-            yield from ReplicatedPersister.iter_full_state_dict(self, model, keep=keep)
+            yield from super().iter_full_state_dict(model, keep=keep)
             return
         check_names(model)
         aliases = find_aliases(model.source)
@@ -68,7 +115,7 @@ class MegatronPersister(ReplicatedPersister):
     def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
         """Gather and convert one Megatron parameter at a time, whatever the bucket size."""
         if not isinstance(model, MegatronEngine):
-            yield from ReplicatedPersister.iter_full_parameters(self, model, request)
+            yield from super().iter_full_parameters(model, request)
             return
         check_names(model)
         aliases = find_aliases(model.source)
@@ -82,7 +129,7 @@ class MegatronPersister(ReplicatedPersister):
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         if not isinstance(model, MegatronEngine):
-            return ReplicatedPersister.load_full_state_dict(self, model, state, **options)
+            return super().load_full_state_dict(model, state, **options)
         check_names(model)
         aliases = find_aliases(model.source)
         weights = _by_first_name(aliases, state)
@@ -118,65 +165,6 @@ class MegatronPersister(ReplicatedPersister):
                 f"The optimizer was saved with groups of {saved} parameters, and has groups of {current} now."
             )
         _load_optimizer(engine, optimizer, state["param_groups"], state_by_name(state, names)["state"])
-
-
-@frozen
-class MegatronShards:
-    """Sharded state dicts of engines, as DTensors under the names of transformers."""
-
-    device_type: str
-    _plain: TensorShards = field(default_factory=TensorShards, init=False)
-
-    def form(self) -> StateForm:
-        return StateForm.SHARDED
-
-    def model_tensors(self, model: nn.Module) -> StateDict:
-        """Return the sharded state dict of a model, in float32 if it is trained."""
-        if not isinstance(model, MegatronEngine):
-            return self._plain.model_tensors(model)
-        check_names(model)
-        aliases, mesh = find_aliases(model.source), self._mesh()
-        state: StateDict = dict(list_buffers(model.source))
-        for part in iter_masters(model):
-            for name, value in part.items():
-                state |= dict.fromkeys(aliases[name], _shard(value, mesh))
-        return state
-
-    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Load a sharded state dict; with `strict=False` weights may be missing."""
-        if not isinstance(model, MegatronEngine):
-            self._plain.load_model(model, state, **options)
-            return
-        check_names(model)
-        load_weights(model, _by_first_name(find_aliases(model.source), state))
-
-    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        engine, mesh = find_engine(optimizer, models), self._mesh()
-        return named_optimizer_state(engine, optimizer, lambda value: _shard(value, mesh))
-
-    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        """Return an allocator of even shards; scalars are replicated."""
-        del optimizer, models
-        mesh = self._mesh()
-
-        def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            del name, key
-            if not shape:
-                return torch.empty(shape, dtype=dtype, device="cpu")
-            return _shard(torch.empty(shape, dtype=dtype, device=self.device_type), mesh)
-
-        return allocate
-
-    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        engine = find_engine(optimizer, models)
-        if engine.plugin.no_load_optim:
-            return
-        check_groups([group["params"] for group in state["param_groups"]], engine.optimizer_names)
-        _load_optimizer(engine, optimizer, state["param_groups"], state["state"])
-
-    def _mesh(self) -> DeviceMesh:
-        group: Any = dist.group.WORLD
-        return DeviceMesh.from_group(group, self.device_type)
 
 
 def find_engine(optimizer: Optimizer, models: Sequence[nn.Module]) -> MegatronEngine:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_ops.modules import unwrap_once
+from accel_plugins.deepspeed.engine import DeepSpeedSchedulerWrapper
 from accel_plugins.kwargs import GradScalerKwargs
 from accel_plugins.megatron import checks
 from accel_plugins.megatron.arguments import described_sizes, model_sizes, optimizer_args
@@ -52,8 +53,7 @@ from accel_plugins.megatron.optimizer import (
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.stages import build_stages, virtual_stages
 from accel_plugins.megatron.state import (
-    MegatronPersister,
-    MegatronShards,
+    MegatronStates,
     check_covered,
     drop_values,
     find_rows,
@@ -82,58 +82,6 @@ from accel_state.settings.model import Settings
 from accel_state.torch_private import process_groups
 
 
-def build(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Build the strategy of a run with Megatron."""
-    del settings
-    # 1. Import the library, and check the plugin and its groups.
-    load_library("the strategy 'megatron'")
-    plugin: MegatronLMPlugin = handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
-    if plugin.use_precision_aware_optimizer:
-        require(
-            "transformer_engine", "MegatronLMPlugin(use_precision_aware_optimizer=True)", install=ENGINE_EXTRA
-        )
-    plugin.set_mixed_precision(AcceleratorState().mixed_precision)  # It refuses recipes.
-    groups = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
-    check_shared(groups)
-    process_group.join_single(runtime.kind.backend, runtime.device)
-    # 2. Compose the strategy.
-    run = MegatronRun()
-    stepper = MegatronStepper(run=run, clipping=plugin.gradient_clipping or 0.0)
-    unwrap_once.register(MegatronEngine, lambda engine: engine.source)
-    return Strategy(
-        name="megatron",
-        wrapper=MegatronWrapper(
-            runtime=runtime,
-            plugin=plugin,
-            precision=precision.name,
-            run=run,
-            groups=groups,
-            scaling=handlers.get(GradScalerKwargs),
-        ),
-        stepper=stepper,
-        persister=MegatronPersister(),
-        shards=MegatronShards(device_type=runtime.device.type),
-        sharding=batch_sharding(plugin, groups),
-        features=frozenset(
-            {Feature.LOADERS_FROM_CONFIGURATION, Feature.NO_SYNC, Feature.OPTIMIZER_FROM_CONFIGURATION}
-        ),
-        mesh=mesh_of(runtime.device.type, groups.axes),
-        precision=EnginePrecision(
-            name=precision.name,
-            device_type=runtime.device.type,
-            read_scale=lambda: {} if run.engine is None else scaler_state(run.engine.optimizer),
-            write_scale=lambda state: load_scaler_state(stepper.engine.optimizer, state),
-        ),
-        generators=MegatronGenerators(groups),
-        release=stepper.release,
-        wrap_optimizer=stepper.wrap_optimizer,
-        wrap_scheduler=stepper.wrap_scheduler,
-        train_step=train_step,
-    )
-
-
 def batch_sharding(plugin: MegatronLMPlugin, groups: Groups) -> BatchSharding:
     """Shard batches across replicas; every rank's batch has all micro-batches."""
     return BatchSharding(
@@ -141,22 +89,6 @@ def batch_sharding(plugin: MegatronLMPlugin, groups: Groups) -> BatchSharding:
         shard_index=groups.data_rank,
         repeats=groups.repeats,
         micro_batches=plugin.num_micro_batches or 1,
-    )
-
-
-def train_step(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    accumulation: int,
-    sync: bool,
-) -> Any:
-    """Run the schedule; see `accel_plugins.strategy.TrainStep`."""
-    del forward
-    return cast("MegatronEngine", model).run(
-        args, kwargs, forward_only=False, accumulation=accumulation, sync=sync
     )
 
 
@@ -174,16 +106,44 @@ class MegatronRun:
     groups: GroupReference | None = None
 
 
-@frozen
-class MegatronWrapper:
-    """Model wrapper that builds this rank's stages and Megatron's optimizer."""
+class MegatronStrategy(Strategy):
+    """Build this rank's stages and Megatron's optimizer; its engine computes gradients and steps."""
 
-    runtime: Runtime
-    plugin: MegatronLMPlugin
-    precision: str
-    run: MegatronRun
-    groups: Groups
-    scaling: GradScalerKwargs | None = None
+    name = "megatron"
+    features = frozenset(
+        {Feature.LOADERS_FROM_CONFIGURATION, Feature.NO_SYNC, Feature.OPTIMIZER_FROM_CONFIGURATION}
+    )
+
+    def __init__(
+        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+    ) -> None:
+        super().__init__(settings, runtime, precision, handlers)
+        # 1. Import the library, and check the plugin and its groups.
+        load_library("the strategy 'megatron'")
+        plugin: MegatronLMPlugin = handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
+        if plugin.use_precision_aware_optimizer:
+            require(
+                "transformer_engine",
+                "MegatronLMPlugin(use_precision_aware_optimizer=True)",
+                install=ENGINE_EXTRA,
+            )
+        plugin.set_mixed_precision(AcceleratorState().mixed_precision)  # It refuses recipes.
+        groups = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
+        check_shared(groups)
+        process_group.join_single(runtime.kind.backend, runtime.device)
+        unwrap_once.register(MegatronEngine, lambda engine: engine.source)
+        # 2. Set the parts.
+        self.plugin, self.groups, self.run = plugin, groups, MegatronRun()
+        self.clipping, self.scaling = plugin.gradient_clipping or 0.0, handlers.get(GradScalerKwargs)
+        self.states = MegatronStates(runtime.device)
+        self.sharding, self.mesh = batch_sharding(plugin, groups), mesh_of(runtime.device.type, groups.axes)
+        self.precision = EnginePrecision(
+            name=precision.name,
+            device_type=runtime.device.type,
+            read_scale=lambda: {} if self.run.engine is None else scaler_state(self.run.engine.optimizer),
+            write_scale=lambda state: load_scaler_state(self.engine.optimizer, state),
+        )
+        self.generators = MegatronGenerators(groups)
 
     def check(self, bundle: Bundle) -> None:
         """Refuse models without a row, and sizes that the groups do not divide."""
@@ -292,7 +252,7 @@ class MegatronWrapper:
             checks.check_attention(plugin, family.kind, family.name, has_engine=has_engine)
         fields = family.transformer_config(model.config) if family else described_sizes(plugin)
         virtual = virtual_stages(plugin, fields["num_layers"])
-        config = transformer_config(plugin, fields, self.precision, virtual)
+        config = transformer_config(plugin, fields, self.precision.name, virtual)
         # 2. Build the groups and the stages, with rank 0's weights.
         if self.run.groups is None:
             self.run.groups = start(groups)
@@ -304,7 +264,7 @@ class MegatronWrapper:
         # 3. Wrap the stages in the precision, and for training in megatron-core's data parallelism.
         made = None
         names: list[list[str]] = []
-        if self.precision == "no":
+        if self.precision.name == "no":
             modules = [*stages]
         else:
             modules = [core("transformer.module").Float16Module(config, stage) for stage in stages]
@@ -318,7 +278,7 @@ class MegatronWrapper:
                 )
                 for index, module in enumerate(modules)
             ]
-            made = make_optimizer(plugin, optimizer, modules, indices, self.precision, self.scaling)
+            made = make_optimizer(plugin, optimizer, modules, indices, self.precision.name, self.scaling)
         drop_values(model)
         engine = MegatronEngine(
             model,
@@ -336,13 +296,21 @@ class MegatronWrapper:
             self.run.engine = engine
         return engine
 
-
-@frozen
-class MegatronStepper:
-    """Stepper of the trained engine; steps clip gradients to the norm `clipping`, unless it is 0."""
-
-    run: MegatronRun
-    clipping: float
+    def train_step(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        accumulation: int,
+        sync: bool,
+    ) -> Any:
+        """Run the schedule."""
+        del forward
+        return cast("MegatronEngine", model).run(
+            args, kwargs, forward_only=False, accumulation=accumulation, sync=sync
+        )
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
         del loss, accumulation, sync, kwargs
@@ -403,13 +371,15 @@ class MegatronStepper:
         self.run.is_ready = False
         self.engine.discard()
 
-    def wrap_optimizer(self, optimizer: Any, wrapper: Callable[..., Any]) -> Any:
-        """Wrap the optimizer so that it steps and drops gradients through the engine."""
-        return wrapper(optimizer, step=self.step, discard=self.discard)
+    def wrap_optimizer(self, optimizer: Any, **options: Any) -> Any:
+        options |= {"device_placement": False, "scaler": None, "discard": self.discard}
+        return super().wrap_optimizer(optimizer, **options)
 
-    def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any], wrapper: Callable[..., Any]) -> Any:
-        """Wrap Megatron's schedule, which steps advance; return `None` for any other."""
-        return wrapper(scheduler, optimizers) if isinstance(scheduler, MegatronSchedule) else None
+    def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any], **options: Any) -> Any:
+        """Wrap the schedule; steps advance Megatron's own."""
+        if isinstance(scheduler, MegatronSchedule):
+            return DeepSpeedSchedulerWrapper(scheduler, optimizers)
+        return super().wrap_scheduler(scheduler, optimizers, **options)
 
     def release(self) -> None:
         """Release the engine and the process groups."""

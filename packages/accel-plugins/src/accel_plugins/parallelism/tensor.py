@@ -22,11 +22,8 @@ from torch.distributed.tensor.parallel import (
 from accel_ops.modules import model_has_dtensor, replaced_attributes, size_at_load, unbound_forward
 from accel_plugins.parallelism.config import axes_of, refuse_experts
 from accel_plugins.parallelism.experts import experts_of, find_problem, local_experts
-from accel_plugins.sharding.shards import ShardsPersister
-from accel_plugins.sharding.state import TensorShards
-from accel_plugins.sharding.step import sharded_stepper
-from accel_plugins.sharding.wrap import SHARDED_FEATURES, ShardedWrapper
-from accel_plugins.strategy import PrecisionPolicy, Strategy
+from accel_plugins.sharding.wrap import ShardedStrategy
+from accel_plugins.strategy import PrecisionPolicy
 from accel_state.errors import SettingsError, did_you_mean
 from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
@@ -37,34 +34,25 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def build(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Build the strategy of a tensor-parallel run."""
-    del settings
-    axes = axes_of(runtime, handlers)
-    refuse_experts(axes.config)
-    if axes.tensor is None:
-        raise SettingsError(
-            "strategy='tp' was selected, but the tensor-parallel size is 1: pass "
-            "ParallelismConfig(tp_size=…) with 2 or more."
-        )
-    stage = TensorParallel(mesh=axes.tensor)
-    return Strategy(
-        name="tp",
-        wrapper=ShardedWrapper(
-            runtime=runtime,
-            shard=[stage],
-            validate=[stage.validate],
-            parameters_on=runtime.device,
-            mesh=axes.mesh,
-        ),
-        stepper=sharded_stepper(precision, "tp"),
-        persister=ShardsPersister(shards=TensorShards(), device=runtime.device),
-        sharding=axes.sharding,
-        features=SHARDED_FEATURES,
-        mesh=axes.mesh,
-    )
+class TensorParallelStrategy(ShardedStrategy):
+    """Shard models by their tensor-parallel plans."""
+
+    name = "tp"
+
+    def __init__(
+        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+    ) -> None:
+        super().__init__(settings, runtime, precision, handlers)
+        axes = axes_of(runtime, handlers)
+        refuse_experts(axes.config)
+        if axes.tensor is None:
+            raise SettingsError(
+                "strategy='tp' was selected, but the tensor-parallel size is 1: pass "
+                "ParallelismConfig(tp_size=…) with 2 or more."
+            )
+        stage = TensorParallel(mesh=axes.tensor)
+        self.stages, self.validators = [stage], [stage.validate]
+        self.mesh, self.sharding = axes.mesh, axes.sharding
 
 
 def _with_summed_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

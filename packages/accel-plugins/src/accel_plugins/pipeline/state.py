@@ -16,13 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from accel_ops.modules import extract_model_from_parallel, without_compiler
 from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
-from accel_plugins.sharding.shards import gather_full_tensor, shard_like, sharded_sources
+from accel_plugins.sharding.shards import ShardedStates, gather_full_tensor, shard_like
 from accel_plugins.sharding.state import (
     ABSENT,
+    RankPlanners,
     StateAllocator,
     StateForm,
-    TensorShards,
-    allocator_like,
     check_groups,
     model_variables,
     parameter_names,
@@ -31,7 +30,6 @@ from accel_plugins.sharding.state import (
     strip_wrapper_prefixes,
 )
 from accel_plugins.unsharded import load_in_place
-from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -147,13 +145,115 @@ def descriptions(
     return all_gather_objects(own, group)
 
 
-@frozen
-class PipelinePersister:
-    """Gather full state dicts from all stages, and load each stage's part of them."""
+class PipelineStates(ShardedStates):
+    """State dicts of stages, under the names of the full model: this rank's part, or gathered from all stages.
 
-    models: Any
-    group: dist.ProcessGroup
-    device: torch.device
+    Args:
+        models: The names by cut model.
+        group: The ranks of the stages, in order.
+        mesh: All ranks of the run.
+        device: The device of the run.
+        form: Returns the form that `save_state` writes.
+        planners: Plan a rank's writes and reads.
+    """
+
+    def __init__(
+        self,
+        *,
+        models: Any,
+        group: dist.ProcessGroup,
+        mesh: DeviceMesh,
+        device: torch.device,
+        form: Callable[[], StateForm],
+        planners: RankPlanners,
+    ) -> None:
+        super().__init__(device, form)
+        self.models, self.group, self.mesh, self.device = models, group, mesh, device
+        self.planners = planners
+        self._own = ShardedStates(device)
+
+    def model_tensors(self, model: nn.Module) -> StateDict:
+        """Return the state dict; tensors common to all stages are replicated over all ranks."""
+        own = self._own.model_tensors(model)
+        names = self.models.get(without_compiler(model))
+        if names is None:
+            return own
+        return {
+            name: self._replicated(own[name])
+            if name in own and name in names.outside
+            else own.get(name, ABSENT)
+            for name in names.state
+        }
+
+    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> Any:
+        """Load this rank's part of a state dict."""
+        names = self.models.get(without_compiler(model))
+        if names is not None:
+            own = self._own.model_tensors(model)
+            state = {
+                name: value.to_local()
+                if name in names.outside and isinstance(value, DTensor) and not isinstance(own[name], DTensor)
+                else value
+                for name, value in state.items()
+                if name in own or name not in names.state
+            }
+        return self._own.load_model(model, state, **options)
+
+    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
+        """Return the states of parameters whose first rank is this one."""
+        own = self._own.optimizer_tensors(optimizer, models)
+        names = names_of_optimizer(self.models, optimizer)
+        if names is None:
+            return own
+        rank = dist.get_rank(self.group)
+        groups: Any = ABSENT
+        if rank == 0:
+            groups = [
+                {**group, "params": params}
+                for group, params in zip(own["param_groups"], names.groups[optimizer], strict=True)
+            ]
+        named = ((names.first.get(name, name), values) for name, values in own["state"].items())
+        state = {name: values for name, values in named if names.ranks[name][0] == rank}
+        return {**own, "state": state, "param_groups": groups}
+
+    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
+        allocate_own = self._own.state_allocator(optimizer, models)
+        names = names_of_optimizer(self.models, optimizer)
+        if names is None:
+            return allocate_own
+        own = {
+            names.first.get(name, name): name
+            for group in parameter_names(optimizer, models)
+            for name in group
+        }
+
+        def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Any:
+            return allocate_own(own[name], key, shape, dtype) if name in own else ABSENT
+
+        return allocate
+
+    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
+        names = names_of_optimizer(self.models, optimizer)
+        if names is not None:
+            check_groups([group["params"] for group in state["param_groups"]], names.groups[optimizer])
+            own = parameter_names(optimizer, models)
+            first = {name: names.first.get(name, name) for group in own for name in group}
+            state = {
+                **state,
+                "state": {
+                    name: state["state"][known] for name, known in first.items() if known in state["state"]
+                },
+                "param_groups": [
+                    {**group, "params": params}
+                    for group, params in zip(state["param_groups"], own, strict=True)
+                ],
+            }
+        self._own.load_optimizer(optimizer, models, state)
+
+    def _replicated(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+            return value
+        return DTensor.from_local(value, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
         full: StateDict = {}
@@ -165,7 +265,7 @@ class PipelinePersister:
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         names = self.models.get(without_compiler(model))
-        own = TensorShards().model_tensors(model)
+        own = self._own.model_tensors(model)
         if names is None:
             yield own
             return
@@ -187,7 +287,7 @@ class PipelinePersister:
     def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
         names = self.models.get(without_compiler(model))
         return iter_gathered(
-            sharded_sources(model) if names is None else self._sources(names, model), request, self.device
+            self._own.sources(model) if names is None else self._sources(names, model), request, self.device
         )
 
     def _sources(self, names: ModelNames, model: nn.Module) -> list[ParameterSource]:
@@ -225,7 +325,7 @@ class PipelinePersister:
         core = extract_model_from_parallel(model, keep_torch_compile=False)
         if names is None:
             return core.load_state_dict(state, **options)
-        like = TensorShards().model_tensors(model)
+        like = self._own.model_tensors(model)
         by_first = {names.first.get(name, name): name for name in state}
         wrapped = {strip_wrapper_prefixes(name): name for name in core.state_dict()}
         part: StateDict = {}
@@ -248,7 +348,7 @@ class PipelinePersister:
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
         names = names_of_optimizer(self.models, optimizer)
-        own = TensorShards().optimizer_tensors(optimizer, models)
+        own = self._own.optimizer_tensors(optimizer, models)
         if names is None:
             return optimizer.state_dict()
         states = {names.first.get(name, name): values for name, values in own["state"].items()}
@@ -294,7 +394,7 @@ class PipelinePersister:
             return
         named = state_by_name(state, names.groups[optimizer])
         own = parameter_names(optimizer, models)
-        allocate = TensorShards(allocator_like=allocator_like).state_allocator(optimizer, models)
+        allocate = self._own.state_allocator(optimizer, models)
         part = {
             name: {
                 key: _shard(value, allocate(name, key, value.shape, value.dtype))
@@ -320,110 +420,6 @@ class PipelinePersister:
             full = torch.empty(shape, dtype=dtype, device=self.device)
         dist.broadcast(full, group=self.group, group_src=rank)
         return full
-
-
-@frozen
-class PipelineShards:
-    """State dicts of the stages of this rank, under the names of the full model.
-
-    Args:
-        models: The names by cut model.
-        group: The ranks of the stages, in order.
-        mesh: All ranks of the run.
-        form_now: Returns the form that `save_state` writes.
-    """
-
-    models: Any
-    group: dist.ProcessGroup
-    mesh: DeviceMesh
-    form_now: Callable[[], StateForm]
-    _plain: TensorShards = field(default_factory=TensorShards, init=False)
-
-    def form(self) -> StateForm:
-        return self.form_now()
-
-    def model_tensors(self, model: nn.Module) -> StateDict:
-        """Return the state dict; tensors common to all stages are replicated over all ranks."""
-        own = self._plain.model_tensors(model)
-        names = self.models.get(without_compiler(model))
-        if names is None:
-            return own
-        return {
-            name: self._replicated(own[name])
-            if name in own and name in names.outside
-            else own.get(name, ABSENT)
-            for name in names.state
-        }
-
-    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Load this rank's part of a state dict."""
-        names = self.models.get(without_compiler(model))
-        if names is not None:
-            own = self._plain.model_tensors(model)
-            state = {
-                name: value.to_local()
-                if name in names.outside and isinstance(value, DTensor) and not isinstance(own[name], DTensor)
-                else value
-                for name, value in state.items()
-                if name in own or name not in names.state
-            }
-        self._plain.load_model(model, state, **options)
-
-    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        """Return the states of parameters whose first rank is this one."""
-        own = self._plain.optimizer_tensors(optimizer, models)
-        names = names_of_optimizer(self.models, optimizer)
-        if names is None:
-            return own
-        rank = dist.get_rank(self.group)
-        groups: Any = ABSENT
-        if rank == 0:
-            groups = [
-                {**group, "params": params}
-                for group, params in zip(own["param_groups"], names.groups[optimizer], strict=True)
-            ]
-        named = ((names.first.get(name, name), values) for name, values in own["state"].items())
-        state = {name: values for name, values in named if names.ranks[name][0] == rank}
-        return {**own, "state": state, "param_groups": groups}
-
-    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        allocate_own = self._plain.state_allocator(optimizer, models)
-        names = names_of_optimizer(self.models, optimizer)
-        if names is None:
-            return allocate_own
-        own = {
-            names.first.get(name, name): name
-            for group in parameter_names(optimizer, models)
-            for name in group
-        }
-
-        def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Any:
-            return allocate_own(own[name], key, shape, dtype) if name in own else ABSENT
-
-        return allocate
-
-    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        names = names_of_optimizer(self.models, optimizer)
-        if names is not None:
-            check_groups([group["params"] for group in state["param_groups"]], names.groups[optimizer])
-            own = parameter_names(optimizer, models)
-            first = {name: names.first.get(name, name) for group in own for name in group}
-            state = {
-                **state,
-                "state": {
-                    name: state["state"][known] for name, known in first.items() if known in state["state"]
-                },
-                "param_groups": [
-                    {**group, "params": params}
-                    for group, params in zip(state["param_groups"], own, strict=True)
-                ],
-            }
-        self._plain.load_optimizer(optimizer, models, state)
-
-    def _replicated(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or isinstance(value, DTensor):
-            return value
-        return DTensor.from_local(value, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
 
 
 def _shard(value: Any, like: Any) -> Any:

@@ -22,17 +22,16 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.parallelism.attention import text_config
 from accel_plugins.parallelism.config import Axes, TorchPipelineParallelConfig, axes_of
 from accel_plugins.parallelism.experts import ExpertParallel
-from accel_plugins.parallelism.sequence import Ulysses
 from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.pipeline.engine import Pipeline
 from accel_plugins.pipeline.stages import Layout, lay_out
-from accel_plugins.pipeline.state import ModelNames, PipelinePersister, PipelineShards
+from accel_plugins.pipeline.state import ModelNames, PipelineStates
 from accel_plugins.sharding.folder import TorchPlanners
 from accel_plugins.sharding.shards import gather_full_tensor, shard_like
 from accel_plugins.sharding.state import StateForm
-from accel_plugins.sharding.step import norm_of, sharded_stepper
-from accel_plugins.sharding.wrap import ShardedWrapper
-from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy, Strategy
+from accel_plugins.sharding.step import norm_of
+from accel_plugins.sharding.wrap import ShardedStrategy
+from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, Optimizers, Parameters, PrecisionPolicy
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
@@ -41,90 +40,277 @@ from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 
 
-def build(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Build the strategy of a run with pipeline parallelism."""
-    del settings
-    axes = axes_of(runtime, handlers, sharded=False)
-    if axes.pipeline is None or axes.config.pp_handler is None:
-        raise SettingsError(
-            "strategy='pipeline' was selected, but the pipeline-parallel size is 1: pass "
-            "ParallelismConfig(pp_size=…) with 2 or more."
+class PipelineStrategy(ShardedStrategy):
+    """Cut models into stages in place, and record the names of tensors of other ranks."""
+
+    name = "pipeline"
+    calls_forward = True
+    features = PLAIN_FEATURES - {
+        Feature.CUSTOM_DEVICE_PLACEMENT,
+        Feature.UNEVEN_INPUTS,
+        Feature.ITEM_COUNTS,
+        Feature.NO_SYNC,  # gradients are reduced at the end of each schedule
+    }
+
+    def __init__(
+        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+    ) -> None:
+        super().__init__(settings, runtime, precision, handlers)
+        # 1. Check the options.
+        axes = axes_of(runtime, handlers, sharded=False)
+        if axes.pipeline is None or axes.config.pp_handler is None:
+            raise SettingsError(
+                "strategy='pipeline' was selected, but the pipeline-parallel size is 1: pass "
+                "ParallelismConfig(pp_size=…) with 2 or more."
+            )
+        self.options, self.group = axes.config.pp_handler, axes.pipeline.get_group()
+        if self.options.pp_schedule == "ZBVZeroBubble" and is_torch_version("<", "2.10"):
+            raise UnsupportedError(
+                f"TorchPipelineParallelConfig(pp_schedule={self.options.pp_schedule!r}): it needs torch 2.10 "
+                f"or newer, and {torch.__version__} is installed, whose stages pass nothing on within a rank."
+            )
+        # 2. Build the stages that shard and cut models.
+        full = _full_sharding(axes, runtime, precision, handlers)
+        experts = None if full is None else full.experts
+        tensor = None
+        if axes.tensor is not None:
+            tensor = TensorParallel(mesh=axes.tensor, ignores_experts=experts is not None)
+        self.split_sequences, self.ulysses = sequences_of(axes)
+        if self.ulysses is not None:
+            self.shard_sequences = self.ulysses.shard
+        self.names: Any = weakref.WeakKeyDictionary()
+        self.models: PreparedPipelines = weakref.WeakKeyDictionary()
+        cut = StageCutter(
+            runtime=runtime,
+            precision=precision,
+            options=self.options,
+            group=self.group,
+            replicas=None if axes.losses is None else axes.losses.get_group(),
+            full=full,
+            is_tensor_parallel=tensor is not None,
+            names=self.names,
+            models=self.models,
         )
-    options, group = axes.config.pp_handler, axes.pipeline.get_group()
-    if options.pp_schedule == "ZBVZeroBubble" and is_torch_version("<", "2.10"):
-        raise UnsupportedError(
-            f"TorchPipelineParallelConfig(pp_schedule={options.pp_schedule!r}): it needs torch 2.10 or "
-            f"newer, and {torch.__version__} is installed, whose stages pass nothing on within a rank."
-        )
-    full = _full_sharding(axes, runtime, precision, handlers)
-    experts = None if full is None else full.experts
-    tensor = None
-    if axes.tensor is not None:
-        tensor = TensorParallel(mesh=axes.tensor, ignores_experts=experts is not None)
-    context, ulysses = sequences_of(axes)
-    sequences = context or ulysses
-    rank, per_stage = runtime.topology.rank, runtime.topology.world_size // group.size()
-    names: Any = weakref.WeakKeyDictionary()
-    models: PreparedPipelines = weakref.WeakKeyDictionary()
-    cut = StageCutter(
-        runtime=runtime,
-        precision=precision,
-        options=options,
-        group=group,
-        replicas=None if axes.losses is None else axes.losses.get_group(),
-        full=full,
-        is_tensor_parallel=tensor is not None,
-        names=names,
-        models=models,
-    )
-    is_offloaded = full is not None and isinstance(full.plugin.cpu_offload, CPUOffloadPolicy)
-    sharded = ShardedWrapper(
-        runtime=runtime,
-        shard=[stage for stage in (tensor, experts, cut) if stage is not None],
-        validate=[stage.validate for stage in (cut, tensor, experts, full, sequences) if stage is not None],
-        parameters_on=torch.device("cpu") if is_offloaded else runtime.device,
-        master_weights=None if full is None or precision.name == "no" else precision.name,
-        only_main_has_values=full is not None and bool(full.plugin.cpu_ram_efficient_loading),
-        mesh=axes.mesh,
-    )
-    stepper = replace(
-        sharded_stepper(precision, "pipeline"),
-        clip_norm=partial(clip_over_stages, models, group, runtime.device),
-    )
-    return Strategy(
-        name="pipeline",
-        fsdp_version=None,
-        wrapper=PipelineWrapper(sharded=sharded, options=options, group=group, names=names),
-        stepper=stepper,
-        persister=PipelinePersister(models=names, group=group, device=runtime.device),
-        sharding=replace(axes.sharding, micro_batches=options.pp_num_microbatches or group.size()),
-        features=FEATURES,
-        mesh=axes.mesh,
-        split_sequences=context,
-        prepare_for_split=None if sequences is None else sequences.prepare,
-        shard_sequences=None if ulysses is None else ulysses.shard,
-        release=partial(_release, models, ulysses),
-        train_step=partial(train_step, models),
-        calls_forward=True,
-        shards=PipelineShards(
-            models=names,
-            group=group,
+        self.stages = [stage for stage in (tensor, experts, cut) if stage is not None]
+        all_stages = (cut, tensor, experts, full, self.split_sequences, self.ulysses)
+        self.validators = [stage.validate for stage in all_stages if stage is not None]
+        # 3. Set where sharded parameters are, and which ranks read which batches.
+        if full is not None:
+            if isinstance(full.plugin.cpu_offload, CPUOffloadPolicy):
+                self.parameters_on = torch.device("cpu")
+            self.master_weights = None if precision.name == "no" else precision.name
+            self.only_main_has_values = bool(full.plugin.cpu_ram_efficient_loading)
+        self.mesh = axes.mesh
+        micro_batches = self.options.pp_num_microbatches or self.group.size()
+        self.sharding = replace(axes.sharding, micro_batches=micro_batches)
+        rank, per_stage = runtime.topology.rank, runtime.topology.world_size // self.group.size()
+        self.states = PipelineStates(
+            models=self.names,
+            group=self.group,
             mesh=axes.mesh,
-            form_now=(lambda: StateForm.FULL) if full is None else partial(form_of, full.plugin),
-        ),
-        planners=TorchPlanners(writer=rank - rank % per_stage),  # the first rank of the stage
-    )
+            device=runtime.device,
+            form=(lambda: StateForm.FULL) if full is None else partial(form_of, full.plugin),
+            planners=TorchPlanners(writer=rank - rank % per_stage),  # the first rank of the stage
+        )
+
+    def prepare_sequences(self, model: nn.Module) -> None:
+        for sequences in (self.split_sequences, self.ulysses):
+            if sequences is not None:
+                sequences.prepare(model)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False, **_: Any) -> Bundle:
+        """Cut the models, and keep this rank's part of the optimizers."""
+        cut = not evaluation or self.only_main_has_values
+        fresh = [model for model in map(without_compiler, bundle.models) if not self.remap.has(model)]
+        for model in fresh if cut else ():
+            self.names[model] = ModelNames.of(model, lay_out(model, self.options, self.group.size()))
+        for optimizer in bundle.optimizers:
+            for model, names in self.names.items():
+                names.add_parameters(model)  # cutting, moving or casting a model replaces its parameters
+                names.add_optimizer(optimizer, self.group)
+        return super().wrap(bundle, evaluation=evaluation)
+
+    def train_step(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        accumulation: int,
+        sync: bool,
+    ) -> Any:
+        """Run the schedule."""
+        del forward
+        prepared = self.models[without_compiler(model)]
+        output = prepared.pipeline.train(args, kwargs, accumulation=accumulation)
+        if sync:
+            add_shared_gradients(prepared)
+        return output
+
+    def clip_grad_norm(
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
+    ) -> Tensor:
+        """Clip gradients to a norm over all stages; parameters of several stages count once.
+
+        Stages may have no gradients, or others' dtypes: all reduce a float64 on the device of the run.
+        """
+        tensors = self.unscale(parameters, optimizers)
+        rank = dist.get_rank(self.group)
+        repeated = {
+            id(parameter)
+            for prepared in self.models.values()
+            for parameter, ranks in prepared.shared_parameters()
+            if rank != ranks[0]
+        }
+        gradients = [p.grad for p in tensors if p.grad is not None]
+        counted = [p.grad for p in tensors if p.grad is not None and id(p) not in repeated]
+        is_max = norm_type == float("inf")
+        with hang_monitor.collective_scope("clip_grad_norm_"):
+            norm = norm_of(counted, float(norm_type)).to(self.runtime.device, torch.float64)
+            power = norm if is_max else norm**norm_type
+            dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self.group)
+        norm = power if is_max else power ** (1.0 / norm_type)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parts in by_device(gradients):
+            torch._foreach_mul_(parts, factor.to(parts[0]))
+        return norm
+
+    def release(self) -> None:
+        self.models.clear()  # a prepared pipeline refers to its model, which would keep its own entry alive
+        if self.ulysses is not None:
+            self.ulysses.release()
 
 
-FEATURES = PLAIN_FEATURES - {
-    Feature.CUSTOM_DEVICE_PLACEMENT,
-    Feature.UNEVEN_INPUTS,
-    Feature.ITEM_COUNTS,
-    Feature.NO_SYNC,  # gradients are reduced at the end of each schedule
-}
-"""The features of pipelines."""
+def _full_sharding(
+    axes: Axes, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> FullSharding | None:
+    """Return the FSDP2 sharding of stages, if there are axes or a plugin for it."""
+    plugin: FullyShardedDataParallelPlugin | None = handlers.get(FullyShardedDataParallelPlugin)
+    sizes = axes.config.sizes
+    replicas, shards = sizes["dp_replicate"], sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
+    is_sharded = shards > 1 or axes.config.ep_enabled
+    if plugin is None and not is_sharded and replicas == 1:
+        return None
+    if plugin is None:  # gathered once for all micro-batches
+        form = "SHARDED_STATE_DICT" if is_sharded else "FULL_STATE_DICT"
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, reshard_after_forward=False, state_dict_type=form
+        )
+    if plugin.version != 2:
+        raise SettingsError(
+            f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: "
+            "its axes go with fsdp_version=2 only."
+        )
+    plugin.set_mixed_precision(precision.name)
+    mesh, experts_mesh = axes.fully_sharded(runtime), axes.experts(runtime)
+    experts = None
+    if experts_mesh is not None:
+        experts = ExpertParallel(mesh=experts_mesh, num_batches=mesh.size(), tensor=axes.tensor)
+    return FullSharding(plugin=plugin, mesh=mesh, master_weights=precision.name != "no", experts=experts)
+
+
+PreparedPipelines = weakref.WeakKeyDictionary()
+        cut = StageCutter(
+            runtime=runtime,
+            precision=precision,
+            options=self.options,
+            group=self.group,
+            replicas=None if axes.losses is None else axes.losses.get_group(),
+            full=full,
+            is_tensor_parallel=tensor is not None,
+            names=self.names,
+            models=self.models,
+        )
+        self.stages = [stage for stage in (tensor, experts, cut) if stage is not None]
+        all_stages = (cut, tensor, experts, full, self.split_sequences, self.ulysses)
+        self.validators = [stage.validate for stage in all_stages if stage is not None]
+        # 3. Set where sharded parameters are, and which ranks read which batches.
+        if full is not None:
+            if isinstance(full.plugin.cpu_offload, CPUOffloadPolicy):
+                self.parameters_on = torch.device("cpu")
+            self.master_weights = None if precision.name == "no" else precision.name
+            self.only_main_has_values = bool(full.plugin.cpu_ram_efficient_loading)
+        self.mesh = axes.mesh
+        micro_batches = self.options.pp_num_microbatches or self.group.size()
+        self.sharding = replace(axes.sharding, micro_batches=micro_batches)
+        rank, per_stage = runtime.topology.rank, runtime.topology.world_size // self.group.size()
+        self.states = PipelineStates(
+            models=self.names,
+            group=self.group,
+            mesh=axes.mesh,
+            device=runtime.device,
+            form=(lambda: StateForm.FULL) if full is None else partial(form_of, full.plugin),
+            planners=TorchPlanners(writer=rank - rank % per_stage),  # the first rank of the stage
+        )
+
+    def prepare_sequences(self, model: nn.Module) -> None:
+        for sequences in (self.split_sequences, self.ulysses):
+            if sequences is not None:
+                sequences.prepare(model)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False, **_: Any) -> Bundle:
+        """Cut the models, and keep this rank's part of the optimizers."""
+        cut = not evaluation or self.only_main_has_values
+        fresh = [model for model in map(without_compiler, bundle.models) if not self.remap.has(model)]
+        for model in fresh if cut else ():
+            self.names[model] = ModelNames.of(model, lay_out(model, self.options, self.group.size()))
+        for optimizer in bundle.optimizers:
+            for model, names in self.names.items():
+                names.add_parameters(model)  # cutting, moving or casting a model replaces its parameters
+                names.add_optimizer(optimizer, self.group)
+        return super().wrap(bundle, evaluation=evaluation)
+
+    def train_step(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        accumulation: int,
+        sync: bool,
+    ) -> Any:
+        """Run the schedule."""
+        del forward
+        prepared = self.models[without_compiler(model)]
+        output = prepared.pipeline.train(args, kwargs, accumulation=accumulation)
+        if sync:
+            add_shared_gradients(prepared)
+        return output
+
+    def clip_grad_norm(
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
+    ) -> Tensor:
+        """Clip gradients to a norm over all stages; parameters of several stages count once.
+
+        Stages may have no gradients, or others' dtypes: all reduce a float64 on the device of the run.
+        """
+        tensors = self.unscale(parameters, optimizers)
+        rank = dist.get_rank(self.group)
+        repeated = {
+            id(parameter)
+            for prepared in self.models.values()
+            for parameter, ranks in prepared.shared_parameters()
+            if rank != ranks[0]
+        }
+        gradients = [p.grad for p in tensors if p.grad is not None]
+        counted = [p.grad for p in tensors if p.grad is not None and id(p) not in repeated]
+        is_max = norm_type == float("inf")
+        with hang_monitor.collective_scope("clip_grad_norm_"):
+            norm = norm_of(counted, float(norm_type)).to(self.runtime.device, torch.float64)
+            power = norm if is_max else norm**norm_type
+            dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self.group)
+        norm = power if is_max else power ** (1.0 / norm_type)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parts in by_device(gradients):
+            torch._foreach_mul_(parts, factor.to(parts[0]))
+        return norm
+
+    def release(self) -> None:
+        self.models.clear()  # a prepared pipeline refers to its model, which would keep its own entry alive
+        if self.ulysses is not None:
+            self.ulysses.release()
 
 
 def _full_sharding(
@@ -187,25 +373,6 @@ class PreparedPipeline:
         ]
 
 
-def train_step(
-    models: PreparedPipelines,
-    model: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    accumulation: int,
-    sync: bool,
-) -> Any:
-    """Run the schedule; see `accel_plugins.strategy.TrainStep`."""
-    del forward
-    prepared = models[without_compiler(model)]
-    output = prepared.pipeline.train(args, kwargs, accumulation=accumulation)
-    if sync:
-        add_shared_gradients(prepared)
-    return output
-
-
 def add_shared_gradients(prepared: PreparedPipeline) -> None:
     """Sum the gradients of parameters that several stages share, such as tied embeddings, on all of them."""
     pipeline = prepared.pipeline
@@ -237,40 +404,6 @@ def add_shared_gradients(prepared: PreparedPipeline) -> None:
             parameter.grad = shard_like(total, parameter)
         else:
             local_parts([parameter.grad])[0].copy_(total)
-
-
-def clip_over_stages(
-    models: PreparedPipelines,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    parameters: Tensor | Sequence[Tensor],
-    max_norm: float,
-    norm_type: float,
-) -> Tensor:
-    """Clip gradients to a norm over all stages; parameters of several stages count once.
-
-    Stages may have no gradients, or others' dtypes: all reduce a float64 on the device of the run.
-    """
-    tensors = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
-    rank = dist.get_rank(group)
-    repeated = {
-        id(parameter)
-        for prepared in models.values()
-        for parameter, ranks in prepared.shared_parameters()
-        if rank != ranks[0]
-    }
-    gradients = [p.grad for p in tensors if p.grad is not None]
-    counted = [p.grad for p in tensors if p.grad is not None and id(p) not in repeated]
-    is_max = norm_type == float("inf")
-    with hang_monitor.collective_scope("clip_grad_norm_"):
-        norm = norm_of(counted, float(norm_type)).to(device, torch.float64)
-        power = norm if is_max else norm**norm_type
-        dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
-    norm = power if is_max else power ** (1.0 / norm_type)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parts in by_device(gradients):
-        torch._foreach_mul_(parts, factor.to(parts[0]))
-    return norm
 
 
 @frozen
@@ -357,31 +490,3 @@ def _for_stages(full: FullSharding, model: nn.Module) -> FullSharding:
     plugin.ignored_modules = modules_named(plugin.ignored_modules, model)
     plugin.auto_wrap_policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
     return replace(full, plugin=plugin)
-
-
-@frozen
-class PipelineWrapper:
-    """Model wrapper that cuts models in place, and records the names of tensors of other ranks."""
-
-    sharded: ShardedWrapper
-    options: TorchPipelineParallelConfig
-    group: dist.ProcessGroup
-    names: Any
-
-    def check(self, bundle: Bundle) -> None:
-        self.sharded.check(bundle)
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Cut the models, and keep this rank's part of the optimizers."""
-        cut = not evaluation or self.sharded.only_main_has_values
-        fresh = [model for model in map(without_compiler, bundle.models) if not self.sharded.remap.has(model)]
-        for model in fresh if cut else ():
-            self.names[model] = ModelNames.of(model, lay_out(model, self.options, self.group.size()))
-        for optimizer in bundle.optimizers:
-            for model, names in self.names.items():
-                names.add_parameters(model)  # cutting, moving or casting a model replaces its parameters
-                names.add_optimizer(optimizer, self.group)
-        return self.sharded.wrap(bundle, evaluation=evaluation)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return self.sharded.unwrap(model)

@@ -10,10 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from accel_ops.modules import extract_model_from_parallel
 from accel_ops.weights.mapped import release
 from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
-from accel_plugins.sharding.state import ShardedStates, model_variables, state_by_index, state_by_name
-from accel_state.frozen import frozen
+from accel_plugins.sharding.state import (
+    StateAllocator,
+    StateForm,
+    allocator_like,
+    model_variables,
+    parameter_names,
+    parameters_by_name,
+    state_by_index,
+    state_by_name,
+    strip_wrapper_prefixes,
+)
+from accel_plugins.unsharded import States
 from accel_state.torch_private import (
     DTensorSpec,
     StridedShard,
@@ -108,11 +119,6 @@ def gather_full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     return detached.full_tensor()
 
 
-def sharded_sources(model: nn.Module) -> list[ParameterSource]:
-    """Return a model's parameters, DTensors or not, as sources for `iter_gathered`."""
-    return [source_of(names, value) for names, value in named_parameters_of(model_variables(model))]
-
-
 def source_of(names: Sequence[str], parameter: Tensor) -> ParameterSource:
     """Return a parameter, or a shard of it, as a source for `iter_gathered`."""
     value: Any = parameter.detach()
@@ -162,53 +168,123 @@ def write_shard(shard: DTensor, full: Tensor) -> None:
     region.index_copy_(dim, own.to_local().flatten().to(full.device), local.to(full))
 
 
-@frozen
-class ShardsPersister:
-    """Gather and load full state dicts through any `ShardedStates`.
+class ShardedStates(States):
+    """States whose tensors may be `DTensor`s, and full states gathered from them.
 
-    `sources` returns the parameters of a model for `iter_gathered`.
+    Engines whose tensors are not in the models and optimizers override the methods for sharded states; full
+    states are gathered from what those return. Packed tensors (see `is_packed`) are gathered, since a DCP
+    shard is one contiguous slice.
+
+    Args:
+        device: The device of collectives.
+        form: Returns the form that `save_state` writes.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> states = ShardedStates(torch.device("cpu"))
+        >>> states.optimizer_tensors(optimizer, [model])["param_groups"][0]["params"]
+        ['weight', 'bias']
     """
 
-    shards: ShardedStates
-    device: torch.device
-    sources: Callable[[nn.Module], Sequence[ParameterSource]] = sharded_sources
+    is_sharded = True
+
+    def __init__(self, device: torch.device, form: Callable[[], StateForm] = lambda: StateForm.FULL) -> None:
+        self._device, self._form = device, form
+
+    def form(self) -> StateForm:
+        return self._form()
+
+    # Sharded states.
+
+    def model_tensors(self, model: nn.Module) -> StateDict:
+        """Return the state dict of the model; tied weights are one object."""
+        state = model_variables(model)
+        unpacked = {id(value): _unpack(value) for value in state.values()}
+        return {name: unpacked[id(value)] for name, value in state.items()}
+
+    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> Any:
+        core = extract_model_from_parallel(model, keep_torch_compile=False)
+        own = core.state_dict(keep_vars=True)
+        names = {strip_wrapper_prefixes(name): name for name in own}
+        renamed = {names.get(name, name): value for name, value in state.items()}
+        packed = {name: _pack(value, own.get(name)) for name, value in renamed.items()}
+        return core.load_state_dict(packed, **options)
+
+    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
+        state = state_by_name(optimizer.state_dict(), parameter_names(optimizer, models))
+        unpacked = {
+            name: {key: _unpack(value) for key, value in values.items()}
+            for name, values in state["state"].items()
+        }
+        return {**state, "state": unpacked}
+
+    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
+        """Return an allocator of the optimizer's present tensors, and others sharded like the parameter."""
+        parameters = parameters_by_name(optimizer, models)
+        plain = {name: parameter for name, parameter in parameters.items() if not is_packed(parameter)}
+        own = {name: optimizer.state.get(parameter, {}) for name, parameter in plain.items()}
+        allocate_like = allocator_like(plain)
+
+        def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            current = own.get(name, {}).get(key)
+            if isinstance(current, Tensor) and (current.shape, current.dtype) == (shape, dtype):
+                return current.detach()
+            return allocate_like(name, key, shape, dtype)
+
+        return allocate
+
+    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
+        parameters = parameters_by_name(optimizer, models)
+        packed = {
+            name: {key: _pack(value, parameters.get(name)) for key, value in values.items()}
+            for name, values in state["state"].items()
+        }
+        names = parameter_names(optimizer, models)
+        optimizer.load_state_dict(state_by_index({**state, "state": packed}, names))
+
+    # Full states.
+
+    def sources(self, model: nn.Module) -> Sequence[ParameterSource]:
+        """Return a model's parameters, `DTensor`s or not, for `iter_gathered`."""
+        return [source_of(names, value) for names, value in named_parameters_of(model_variables(model))]
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
-        state = self.shards.model_tensors(model)
+        state = self.model_tensors(model)
         gathered: StateDict = {}
         for tensors in self._iter_gathered(state, keep=keep):
             gathered |= tensors
         return {name: gathered[name] for name in state} if keep else {}
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        return self._iter_gathered(self.shards.model_tensors(model), keep=keep)
+        return self._iter_gathered(self.model_tensors(model), keep=keep)
 
     def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
-        return iter_gathered(self.sources(model), request, self.device)
+        return iter_gathered(self.sources(model), request, self._device)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        like = self.shards.model_tensors(model)
+        like = self.model_tensors(model)
         shards = {
             name: _copy_shard(value, like[name])
             if isinstance(value, Tensor) and isinstance(like.get(name), Tensor)
             else value
             for name, value in state.items()
         }
-        return self.shards.load_model(model, shards, **options)
+        return self.load_model(model, shards, **options)
 
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
-        state = self.shards.optimizer_tensors(optimizer, models)
+        state = self.optimizer_tensors(optimizer, models)
         names = [group["params"] for group in state["param_groups"]]
         return state_by_index(self._gather(state, keep=keep), names)
 
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        groups = self.shards.optimizer_tensors(optimizer, models)["param_groups"]
+        groups = self.optimizer_tensors(optimizer, models)["param_groups"]
         named = state_by_name(state, [group["params"] for group in groups])
-        allocate = self.shards.state_allocator(optimizer, models)
+        allocate = self.state_allocator(optimizer, models)
 
         def shard(name: str, key: str, value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -219,7 +295,7 @@ class ShardsPersister:
             name: {key: shard(name, key, value) for key, value in values.items()}
             for name, values in named["state"].items()
         }
-        self.shards.load_optimizer(optimizer, models, named)
+        self.load_optimizer(optimizer, models, named)
 
     def _iter_gathered(self, state: StateDict, *, keep: bool) -> Iterator[StateDict]:
         for names, value in group_tied_names(state):
@@ -236,8 +312,22 @@ class ShardsPersister:
             )
         if not isinstance(state, Tensor):
             return state
-        full = gather_full_tensor(state, self.device)
+        full = gather_full_tensor(state, self._device)
         return full.cpu() if keep else None
+
+
+def _unpack(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    detached: Any = value.detach()
+    return detached.full_tensor() if is_packed(detached) else detached
+
+
+def _pack(value: Any, like: Any) -> Any:
+    is_full = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if is_full and is_packed(like) and value.shape == like.shape:
+        return shard_like(value, like)
+    return value
 
 
 @torch.no_grad()

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_ops.modules import extract_model_from_parallel
-from accel_ops.tree import is_dtensor
-from accel_plugins import sharding
 from accel_state.errors import CheckpointError
-from accel_state.frozen import frozen
 from accel_state.remote import AnyPath
 
 if TYPE_CHECKING:
@@ -47,61 +44,7 @@ class StateForm(Enum):
     SHARDED = auto()
     """Every rank writes its shards, to a folder that PyTorch Distributed Checkpoint reads."""
     NATIVE = auto()
-    """The strategy writes its own files, through its `NativeFiles`."""
-
-
-class ShardedStates(Protocol):
-    """State dicts of models and optimizers, by fully qualified name.
-
-    A sharded tensor is a `DTensor`; any other tensor is replicated. Names have no prefixes of wrappers, so
-    that strategies load each other's checkpoints.
-    """
-
-    def form(self) -> StateForm:
-        """Return the form that `save_state` writes."""
-        ...
-
-    def model_tensors(self, model: nn.Module) -> StateDict:
-        """Return the sharded state dict of a prepared model, with `ABSENT` for tensors of other ranks.
-
-        Its tensors may be read until the model changes, and written before `load_model`.
-        """
-        ...
-
-    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Load a state dict in the layout of `model_tensors`."""
-        ...
-
-    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        """Return the sharded state dict of an optimizer, with parameters by name.
-
-        Args:
-            optimizer: Prepared, without the wrapper `AcceleratedOptimizer`.
-            models: All prepared models, some of which own its parameters.
-
-        Returns:
-            `{"state": {name: {key: value}}, "param_groups": [{…, "params": [name, …]}]}`; without the states
-            of other ranks, and with `ABSENT` for groups that other ranks write.
-        """
-        ...
-
-    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        """Return an allocator for the destination tensors of an optimizer load.
-
-        Returns:
-            A function of the names of a parameter and of its state, and of the shape and dtype of the full
-            saved tensor; it may return a tensor of the optimizer's current state, or `ABSENT` for a
-            parameter of other ranks.
-        """
-        ...
-
-    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        """Load a state dict in the layout of `optimizer_tensors`, with the groups of all parameters.
-
-        Raises:
-            CheckpointError: Its parameters differ from the optimizer's.
-        """
-        ...
+    """The strategy writes its own files."""
 
 
 class RankPlanners(Protocol):
@@ -139,95 +82,12 @@ def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
     return allocate
 
 
-@frozen
-class TensorShards:
-    """State dicts with the tensors of models and optimizers, unconverted.
-
-    Packed tensors (see `is_packed`) are gathered, since a DCP shard is one contiguous slice. With
-    `fills_state` an optimizer's state is read into its present tensors.
-
-    Example:
-        >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        >>> TensorShards().optimizer_tensors(optimizer, [model])["param_groups"][0]["params"]
-        ['weight', 'bias']
-    """
-
-    form_now: Callable[[], StateForm] = lambda: StateForm.FULL
-    allocator_like: Callable[[Mapping[str, Tensor]], StateAllocator] = allocator_like
-    fills_state: bool = True
-
-    def form(self) -> StateForm:
-        return self.form_now()
-
-    def model_tensors(self, model: nn.Module) -> StateDict:
-        """Return the state dict of the model; tied weights are one object."""
-        state = model_variables(model)
-        unpacked = {id(value): _unpack(value) for value in state.values()}
-        return {name: unpacked[id(value)] for name, value in state.items()}
-
-    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        core = extract_model_from_parallel(model, keep_torch_compile=False)
-        own = core.state_dict(keep_vars=True)
-        names = {strip_wrapper_prefixes(name): name for name in own}
-        renamed = {names.get(name, name): value for name, value in state.items()}
-        core.load_state_dict(
-            {name: _pack(value, own.get(name)) for name, value in renamed.items()}, **options
-        )
-
-    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        state = state_by_name(optimizer.state_dict(), parameter_names(optimizer, models))
-        unpacked = {
-            name: {key: _unpack(value) for key, value in values.items()}
-            for name, values in state["state"].items()
-        }
-        return {**state, "state": unpacked}
-
-    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        parameters = _parameters_by_name(optimizer, models)
-        packed = {name for name, parameter in parameters.items() if sharding.shards.is_packed(parameter)}
-        plain = {name: parameters[name] for name in parameters.keys() - packed}
-        filled = plain if self.fills_state else {}
-        own = {name: optimizer.state.get(parameter, {}) for name, parameter in filled.items()}
-        allocate_like = self.allocator_like(plain)
-
-        def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            current = own.get(name, {}).get(key)
-            if isinstance(current, Tensor) and (current.shape, current.dtype) == (shape, dtype):
-                return current.detach()
-            return allocate_like(name, key, shape, dtype)
-
-        return allocate
-
-    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        parameters = _parameters_by_name(optimizer, models)
-        packed = {
-            name: {key: _pack(value, parameters.get(name)) for key, value in values.items()}
-            for name, values in state["state"].items()
-        }
-        names = parameter_names(optimizer, models)
-        optimizer.load_state_dict(state_by_index({**state, "state": packed}, names))
-
-
-def _parameters_by_name(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+def parameters_by_name(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return the parameters of an optimizer under the names of `parameter_names`."""
     parameters: dict[str, Tensor] = {}
     for names, group in zip(parameter_names(optimizer, models), optimizer.param_groups, strict=True):
         parameters |= zip(names, group["params"], strict=True)
     return parameters
-
-
-def _unpack(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    detached: Any = value.detach()
-    return detached.full_tensor() if sharding.shards.is_packed(detached) else detached
-
-
-def _pack(value: Any, like: Any) -> Any:
-    is_full = isinstance(value, Tensor) and not is_dtensor(value)
-    if is_full and sharding.shards.is_packed(like) and value.shape == like.shape:
-        return sharding.shards.shard_like(value, like)
-    return value
 
 
 def model_variables(model: nn.Module) -> StateDict:

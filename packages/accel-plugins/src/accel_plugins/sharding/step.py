@@ -1,43 +1,25 @@
-"""The stepper of parameters that may be `DTensor`s on several meshes: contexts, steps and clipping."""
+"""Steps and clipping of parameters that may be `DTensor`s on several meshes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm
 
-from accel_ops.modules import without_compiler
 from accel_ops.tree import by_device, local_parts
-from accel_plugins.strategy import PrecisionPolicy
-from accel_plugins.unsharded import TorchStepper
 from accel_state import hang_monitor
 from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-
-def sharded_stepper(precision: PrecisionPolicy, strategy: str) -> TorchStepper:
-    """Return the stepper of parameters that may be `DTensor`s on several meshes."""
-    return TorchStepper(
-        precision=precision,
-        no_sync_of=_no_sync,
-        join_of=partial(_refuse_join, strategy),
-        around_backward=partial(hang_monitor.collective_scope, "backward"),
-        around_step=one_mesh_per_group,
-        clip_norm=_clip_norm,
-        clip_value=_clip_value,
-    )
 
 
 @contextmanager
@@ -80,14 +62,8 @@ def one_mesh_per_group(optimizer: Optimizer) -> Generator[None]:
                 group.update({**by_mesh[0], "params": group["params"]} if by_mesh else {})
 
 
-def _refuse_join(strategy: str, *_: Any) -> NoReturn:
-    raise UnsupportedError(
-        f"join(): under the strategy {strategy!r} every rank has parts of the parameters, so no rank "
-        "can finish early. Use even_batches=True."
-    )
-
-
-def _clip_norm(parameters: Tensor | list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+def clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """Clip gradients by their norm over all ranks; return it."""
     gradients = _gradients(parameters)
     with hang_monitor.collective_scope("clip_grad_norm_"):
         norm = norm_of(gradients, float(norm_type))
@@ -97,7 +73,8 @@ def _clip_norm(parameters: Tensor | list[Tensor], max_norm: float, norm_type: fl
     return norm
 
 
-def _clip_value(parameters: list[Tensor], clip_value: float) -> None:
+def clip_values(parameters: Sequence[Tensor], clip_value: float) -> None:
+    """Clamp gradients to a value."""
     for parameter in parameters:
         if isinstance(parameter.grad, DTensor):  # a limit applies to a sum, not to its terms
             parameter.grad = _summed(parameter.grad)
@@ -164,19 +141,5 @@ def _summed(gradient: DTensor) -> DTensor:
     )
 
 
-def _gradients(parameters: Tensor | list[Tensor]) -> list[Tensor]:
-    tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return [parameter.grad for parameter in tensors if parameter.grad is not None]
-
-
-@contextmanager
-def _no_sync(model: nn.Module) -> Generator[None]:
-    inner = without_compiler(model)
-    if not isinstance(inner, FSDPModule):
-        yield
-        return
-    inner.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        inner.set_requires_gradient_sync(True)
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -6,7 +6,8 @@ import hashlib
 import itertools
 import logging
 from collections import ChainMap, Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -18,12 +19,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel_ops.modules import model_has_dtensor, without_compiler
-from accel_plugins.sharding.shards import gather_full_tensor, group_tied_names, shard_like
+from accel_plugins.sharding.shards import ShardedStates, gather_full_tensor, group_tied_names, shard_like
 from accel_plugins.sharding.state import strip_wrapper_prefixes
-from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature
+from accel_plugins.sharding.step import clip_norm, clip_values, one_mesh_per_group
+from accel_plugins.strategy import (
+    PLAIN_FEATURES,
+    Bundle,
+    Feature,
+    Optimizers,
+    Parameters,
+    PrecisionPolicy,
+    Strategy,
+)
 from accel_plugins.unsharded import check_not_lazy, move_to_device
-from accel_state.errors import CheckpointMismatchError, SettingsError, some_of
-from accel_state.frozen import frozen
+from accel_state import hang_monitor
+from accel_state.errors import CheckpointMismatchError, SettingsError, UnsupportedError, some_of
 from accel_state.runtime import Runtime
 from accel_state.torch_private import is_traceable_wrapper_subclass
 
@@ -31,11 +41,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from accel_state.settings.model import Settings
+
 logger = logging.getLogger(__name__)
-
-SHARDED_FEATURES = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
-"""The features of strategies with sharded models."""
-
 
 _ORIGIN = "_accel_origin"
 _models_marked = itertools.count()
@@ -125,27 +133,71 @@ class ParamRemap:
         switch_parameters(optimizer, mapping)
 
 
-@frozen
-class ShardedWrapper:
-    """Model wrapper that shards models in place; they stay the same objects, with the same names.
+class ShardedStrategy(Strategy):
+    """Shards models in place; they stay the same objects, with the same names. Subclasses set the attributes.
 
-    Args:
-        shard: Functions that shard a model in place, called in this order.
-        validate: Functions that raise `ValueError` on this rank for a model that cannot be sharded.
+    Attributes:
+        stages: Functions that shard a model in place, called in this order.
+        validators: Functions that raise `ValueError` on this rank for a model that cannot be sharded.
+        parameters_on: The device of sharded parameters.
         master_weights: The mixed precision under which trained parameters are cast to float32; `None` to keep
             all dtypes.
         only_main_has_values: Whether models of ranks other than 0 may be on the meta device.
         mesh: The mesh of the run: parameters that `parallelize_module` has sharded over it keep their shards.
+        remap: What became of the parameters of models.
     """
 
-    runtime: Runtime
-    shard: Sequence[Callable[[nn.Module], None]]
-    validate: Sequence[Callable[[nn.Module], None]]
-    parameters_on: torch.device
-    master_weights: str | None = None
-    only_main_has_values: bool = False
-    mesh: DeviceMesh | None = None
-    remap: ParamRemap = field(default_factory=ParamRemap)
+    features = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
+
+    def __init__(
+        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+    ) -> None:
+        super().__init__(settings, runtime, precision, handlers)
+        self.stages: Sequence[Callable[[nn.Module], None]] = ()
+        self.validators: Sequence[Callable[[nn.Module], None]] = ()
+        self.parameters_on = runtime.device
+        self.master_weights: str | None = None
+        self.only_main_has_values = False
+        self.remap = ParamRemap()
+        self.states = ShardedStates(runtime.device)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Generator[None]:
+        inner = without_compiler(model)
+        if not isinstance(inner, FSDPModule):
+            yield
+            return
+        inner.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            inner.set_requires_gradient_sync(True)
+
+    def join(
+        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
+    ) -> AbstractContextManager[None]:
+        raise UnsupportedError(
+            f"join(): under the strategy {self.name!r} every rank has parts of the parameters, so no rank "
+            "can finish early. Use even_batches=True."
+        )
+
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        with hang_monitor.collective_scope("backward"):
+            super().backward(loss, accumulation=accumulation, sync=sync, **kwargs)
+
+    def clip_grad_norm(
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
+    ) -> Tensor:
+        return clip_norm(self.unscale(parameters, optimizers), max_norm, norm_type)
+
+    def clip_grad_value(
+        self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
+    ) -> None:
+        clip_values(self.unscale(parameters, optimizers), clip_value)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        with one_mesh_per_group(optimizer):
+            return self.precision.step(optimizer, closure)
 
     def check(self, bundle: Bundle) -> None:
         """Reject models that cannot be sharded or that differ between ranks; all ranks raise if one does."""
@@ -247,7 +299,7 @@ class ShardedWrapper:
                         parameters[index] = torch.empty(0, device="cpu")
         # 2. Shard it, and materialise its shards.
         aliases = values.names
-        for shard in self.shard:
+        for shard in self.stages:
             shard(model)
         if load is not None:
             on_cpu = self.parameters_on != self.runtime.device
@@ -286,7 +338,7 @@ class ShardedWrapper:
                     f"rank {self.runtime.topology.rank}. Load the weights there before prepare(); with "
                     "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True), rank 0 alone needs them."
                 )
-        for validate in self.validate:
+        for validate in self.validators:
             validate(model)
 
 

@@ -9,142 +9,46 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from accel_ops.modules import without_compiler
 from accel_plugins.ddp import DistributedDataParallelKwargs
-from accel_plugins.fsdp import fsdp2
+from accel_plugins.fsdp.fsdp2 import Fsdp2Strategy
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import ReplicaSyncKwargs
 from accel_plugins.parallelism.config import check_axes
-from accel_plugins.sharding.wrap import ShardedWrapper
-from accel_plugins.strategy import (
-    PLAIN_FEATURES,
-    BatchSharding,
-    Bundle,
-    Feature,
-    PrecisionPolicy,
-    Stepper,
-    Strategy,
-)
+from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy, Strategy
 from accel_plugins.torchft.groups import ReplicaGroups
-from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_materialised, move_to_device
+from accel_plugins.unsharded import move_to_device
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.frozen import frozen
 from accel_state.labels import DDPCommunicationHookType
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 from accel_state.settings.run import ReplicaSettings
 
 
-def build(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Build the strategy of a replica group whose ranks have full models."""
-    topology = runtime.topology
-    _check(settings, runtime)
-    check_axes(handlers, topology.world_size)
-    options = handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
-    if options.comm_hook is not DDPCommunicationHookType.NO:
-        raise SettingsError(
-            f"DistributedDataParallelKwargs(comm_hook={options.comm_hook.value!r}): strategy='torchft' "
-            "has its own communication hook, which averages over the living groups."
-        )
-    groups = ReplicaGroups(settings.replicas, runtime, apart=handlers.get(ReplicaSyncKwargs))
-    inner = Strategy(
-        name="torchft",
-        wrapper=ReplicaWrapper(runtime=runtime, groups=groups, options=options),
-        stepper=TorchStepper(precision=precision, no_sync_of=_no_sync),
-        persister=ReplicatedPersister(),
-        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
-        features=PLAIN_FEATURES,
-    )
-    return _with_groups(inner, groups, settings.replicas, precision)
+class ReplicaStrategy(Strategy):
+    """Put models into DDP, with gradients averaged over replica groups."""
 
+    name = "torchft"
 
-def build_sharded(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Build the strategy of a replica group whose ranks have shards, by FSDP2."""
-    _check(settings, runtime)
-    plugin = handlers.get(FullyShardedDataParallelPlugin)
-    if plugin is not None and plugin.version != 2:
-        raise SettingsError("Replica groups shard models by FSDP2: set fsdp_version=2 (--fsdp_version 2).")
-    apart = handlers.get(ReplicaSyncKwargs)
-    if apart is not None and apart.outer_optimizer is not None:
-        raise UnsupportedError(
-            "ReplicaSyncKwargs(outer_optimizer=...): torchft's DiLoCo cannot send the state of sharded "
-            "parameters to a group that heals. Train without it, or by DDP in each group."
-        )
-    groups = ReplicaGroups(settings.replicas, runtime, is_sharded=True, apart=apart)
-    inner = fsdp2.build(settings, runtime, precision, handlers)
-    wrapper: Any = inner.wrapper
-    inner = replace(inner, name="torchft_fsdp2", wrapper=ShardedReplicaWrapper(inner=wrapper, groups=groups))
-    return _with_groups(inner, groups, settings.replicas, precision)
-
-
-def _check(settings: Settings, runtime: Runtime) -> None:
-    """Refuse engines that would ignore the other groups, and untested axes."""
-    sizes = settings.parallelism
-    axes = [axis for axis in ("tp", "cp", "sp", "ep") if sizes and (getattr(sizes, f"{axis}_size") or 1) > 1]
-    if axes:
-        raise UnsupportedError(
-            f"Replica groups have no axis {axes[0]}: their ranks replicate or shard a model. Leave "
-            f"{axes[0]}_size at 1."
-        )
-    engine = "DeepSpeed" if settings.deepspeed is not None else None
-    engine = "Megatron" if settings.megatron is not None else engine
-    engine = "a pipeline (pp_size)" if sizes is not None and (sizes.pp_size or 1) > 1 else engine
-    engine = "XLA" if runtime.device.type == "xla" else engine
-    if engine is not None:
-        raise SettingsError(f"Replica groups train by DDP or FSDP2 in each group, and not by {engine}.")
-
-
-def _with_groups(
-    inner: Strategy, groups: ReplicaGroups, settings: ReplicaSettings, precision: PrecisionPolicy
-) -> Strategy:
-    """Extend the strategy of one group's ranks to all groups."""
-    own, release = inner.sharding, inner.release
-
-    def release_all() -> None:
-        groups.release()
-        if release is not None:
-            release()
-
-    return replace(
-        inner,
-        stepper=ReplicaStepper(groups=groups, inner=inner.stepper, precision=precision),
-        sharding=replace(
-            own,
-            num_shards=settings.groups * own.num_shards,
-            shard_index=settings.group * own.num_shards + own.shard_index,
-        ),
-        features=inner.features & FEATURES,
-        generators=groups,
-        release=release_all,
-        replicas=groups,
-    )
-
-
-FEATURES = PLAIN_FEATURES - {
-    Feature.UNEVEN_INPUTS,
-    Feature.ITEM_COUNTS,  # they would cover only one group
-}
-"""The features of replica groups."""
-
-
-@frozen
-class ReplicaWrapper:
-    """Model wrapper that puts models into DDP, with gradients averaged over replica groups."""
-
-    runtime: Runtime
-    groups: ReplicaGroups
-    options: DistributedDataParallelKwargs
-
-    def check(self, bundle: Bundle) -> None:
-        check_materialised(bundle)
+    def __init__(
+        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+    ) -> None:
+        super().__init__(settings, runtime, precision, handlers)
+        _check(settings, runtime)
+        check_axes(handlers, runtime.topology.world_size)
+        self.options = handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
+        if self.options.comm_hook is not DDPCommunicationHookType.NO:
+            raise SettingsError(
+                f"DistributedDataParallelKwargs(comm_hook={self.options.comm_hook.value!r}): "
+                "strategy='torchft' has its own communication hook, which averages over the living groups."
+            )
+        self.groups = ReplicaGroups(settings.replicas, runtime, apart=handlers.get(ReplicaSyncKwargs))
+        _extend(self, settings.replicas)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Move models to the device and wrap the trainable ones; the groups agree in their first step."""
@@ -177,21 +81,46 @@ class ReplicaWrapper:
         self.groups.models.append(model)
         return wrapped
 
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        inner = without_compiler(model)
+        return inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
 
-@frozen
-class ShardedReplicaWrapper:
-    """Model wrapper that shards models over a group, and averages the shards' gradients over all groups."""
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        return _step(self, super().step, optimizer, closure)
 
-    inner: ShardedWrapper
-    groups: ReplicaGroups
+    def release(self) -> None:
+        self.groups.release()
+        super().release()
 
-    def check(self, bundle: Bundle) -> None:
-        self.inner.check(bundle)
+
+class ShardedReplicaStrategy(Fsdp2Strategy):
+    """Shard models over a group, and average the shards' gradients over all groups."""
+
+    name = "torchft_fsdp2"
+
+    def __init__(
+        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+    ) -> None:
+        _check(settings, runtime)
+        plugin = handlers.get(FullyShardedDataParallelPlugin)
+        if plugin is not None and plugin.version != 2:
+            raise SettingsError(
+                "Replica groups shard models by FSDP2: set fsdp_version=2 (--fsdp_version 2)."
+            )
+        apart = handlers.get(ReplicaSyncKwargs)
+        if apart is not None and apart.outer_optimizer is not None:
+            raise UnsupportedError(
+                "ReplicaSyncKwargs(outer_optimizer=...): torchft's DiLoCo cannot send the state of sharded "
+                "parameters to a group that heals. Train without it, or by DDP in each group."
+            )
+        self.groups = ReplicaGroups(settings.replicas, runtime, is_sharded=True, apart=apart)
+        super().__init__(settings, runtime, precision, handlers)
+        _extend(self, settings.replicas)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False, **options: Any) -> Bundle:
         """Shard models; `options` are those of `ShardedWrapper.wrap`."""
-        known = [self.inner.remap.has(without_compiler(model)) for model in bundle.models]
-        bundle = self.inner.wrap(bundle, evaluation=evaluation, **options)
+        known = [self.remap.has(without_compiler(model)) for model in bundle.models]
+        bundle = super().wrap(bundle, evaluation=evaluation, **options)
         if evaluation:
             return bundle
         for model, is_known in zip(map(without_compiler, bundle.models), known, strict=True):
@@ -205,8 +134,67 @@ class ShardedReplicaWrapper:
         self.groups.optimizers += bundle.optimizers
         return bundle
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return self.inner.unwrap(model)
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        return _step(self, super().step, optimizer, closure)
+
+    def release(self) -> None:
+        self.groups.release()
+        super().release()
+
+
+def _check(settings: Settings, runtime: Runtime) -> None:
+    """Refuse engines that would ignore the other groups, and untested axes."""
+    sizes = settings.parallelism
+    axes = [axis for axis in ("tp", "cp", "sp", "ep") if sizes and (getattr(sizes, f"{axis}_size") or 1) > 1]
+    if axes:
+        raise UnsupportedError(
+            f"Replica groups have no axis {axes[0]}: their ranks replicate or shard a model. Leave "
+            f"{axes[0]}_size at 1."
+        )
+    engine = "DeepSpeed" if settings.deepspeed is not None else None
+    engine = "Megatron" if settings.megatron is not None else engine
+    engine = "a pipeline (pp_size)" if sizes is not None and (sizes.pp_size or 1) > 1 else engine
+    engine = "XLA" if runtime.device.type == "xla" else engine
+    if engine is not None:
+        raise SettingsError(f"Replica groups train by DDP or FSDP2 in each group, and not by {engine}.")
+
+
+FEATURES = PLAIN_FEATURES - {
+    Feature.UNEVEN_INPUTS,
+    Feature.ITEM_COUNTS,  # they would cover only one group
+}
+"""The features of replica groups."""
+
+
+def _extend(strategy: ReplicaStrategy | ShardedReplicaStrategy, settings: ReplicaSettings) -> None:
+    """Extend the strategy of one group's ranks to all groups."""
+    own = strategy.sharding
+    strategy.sharding = replace(
+        own,
+        num_shards=settings.groups * own.num_shards,
+        shard_index=settings.group * own.num_shards + own.shard_index,
+    )
+    strategy.features &= FEATURES
+    strategy.generators = strategy.replicas = strategy.groups
+
+
+def _step(
+    strategy: ReplicaStrategy | ShardedReplicaStrategy,
+    step: Callable[..., bool | Tensor],
+    optimizer: Optimizer,
+    closure: Callable[[], float] | None,
+) -> bool | Tensor:
+    """Step if the groups agree; otherwise the step is skipped."""
+    groups = strategy.groups
+    if groups.commits():
+        before = groups.num_agreed
+        stepped = step(optimizer, closure)
+        if stepped is not False:
+            groups.after_step(before)
+        return stepped
+    if (scaler := strategy.precision.scaler) is not None:
+        scaler.update(scaler.get_scale())  # clears the state of already unscaled gradients
+    return False
 
 
 def _open_before(model: nn.Module, groups: ReplicaGroups) -> None:
@@ -217,40 +205,3 @@ def _open_before(model: nn.Module, groups: ReplicaGroups) -> None:
             groups.open()
 
     model.register_forward_pre_hook(open_step, prepend=True)
-
-
-def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    inner = without_compiler(model)
-    return inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
-
-
-class ReplicaStepper:
-    """Stepper that steps when all groups of the quorum have the gradients; see `TorchStepper`.
-
-    Args:
-        groups: The agreement of the groups.
-        inner: The stepper of the group, for everything else.
-        precision: The precision policy, which scales losses.
-    """
-
-    def __init__(self, *, groups: ReplicaGroups, inner: Stepper, precision: PrecisionPolicy) -> None:
-        self._groups, self._inner, self._precision = groups, inner, precision
-        self.backward = inner.backward
-        self.no_sync = inner.no_sync
-        self.join = inner.join
-        self.clip_grad_norm = inner.clip_grad_norm
-        self.clip_grad_value = inner.clip_grad_value
-
-    def step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None = None
-    ) -> bool | torch.Tensor:
-        """Step if the groups agree; otherwise the step is skipped."""
-        if self._groups.commits():
-            before = self._groups.num_agreed
-            stepped = self._inner.step(optimizer, closure)
-            if stepped is not False:
-                self._groups.after_step(before)
-            return stepped
-        if (scaler := self._precision.scaler) is not None:
-            scaler.update(scaler.get_scale())  # clears the state of already unscaled gradients
-        return False
