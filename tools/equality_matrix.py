@@ -248,7 +248,7 @@ def trained(accelerator: Any, cell: Cell, rows: Tensor) -> Mapping[str, Tensor]:
                 accelerator.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
-    persister = accelerator._parts.strategy.persister
+    persister = accelerator._parts.strategy.states
     # The weights as they are updated, where the model has copies of them in 16 bits.
     exact = {"exact": True} if cell.strategy.startswith("zero") else {}
     state = persister.full_state_dict(model, **exact)

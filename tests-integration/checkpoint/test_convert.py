@@ -29,7 +29,7 @@ def save_on_two(strategy: str, folder: Path) -> None:
     run = build(strategy)
     train(run, save_to=folder / "state")
     weights = whole(run)
-    moments = run[0]._parts.strategy.persister.full_optimizer_state(run[2].optimizer, [run[1]])
+    moments = run[0]._parts.strategy.states.full_optimizer_state(run[2].optimizer, [run[1]])
     if run[0].is_main_process:
         torch.save((weights, moments), folder / "right.pt")
     run[0].wait_for_everyone()

@@ -45,7 +45,7 @@ def step(accelerator, model, optimizer, times=1):
         accelerator.backward(model(inputs).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    state = accelerator._parts.strategy.persister.full_state_dict(model)
+    state = accelerator._parts.strategy.states.full_state_dict(model)
     return {name: value.clone() for name, value in state.items()}
 
 
@@ -119,7 +119,7 @@ def test_a_folder_of_shards_that_is_saved_to_again_keeps_its_other_files(tmp_pat
     save_fsdp_model(plugin, accelerator, model, tmp_path)
     step(accelerator, model, optimizer)
     load_fsdp_model(plugin, accelerator, model, tmp_path)
-    torch.testing.assert_close(accelerator._parts.strategy.persister.full_state_dict(model), right)
+    torch.testing.assert_close(accelerator._parts.strategy.states.full_state_dict(model), right)
     assert (tmp_path / "pytorch_model_fsdp_0" / "notes.txt").read_text() == "mine"
 
 

@@ -111,7 +111,7 @@ def train(run: tuple, steps: int = STEPS, save_to: Path | None = None) -> None:
 
 def whole(run: tuple) -> dict[str, torch.Tensor]:
     accelerator, model = run[:2]
-    state = accelerator._parts.strategy.persister.full_state_dict(model)
+    state = accelerator._parts.strategy.states.full_state_dict(model)
     return {name: value.detach().clone() for name, value in state.items()}
 
 

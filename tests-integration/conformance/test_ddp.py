@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_plugins import ddp, unsharded
+from accel_plugins import ddp, single
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.kwargs import GradScalerKwargs
 from accel_plugins.precision import build_precision
@@ -28,7 +28,9 @@ CPU = torch.device("cpu")
 
 def make_strategy(options=None, precision=None):
     handlers = {} if options is None else {DistributedDataParallelKwargs: options}
-    return ddp.build(None, PartialState(cpu=True).runtime, precision or build_precision("no", CPU), handlers)
+    return ddp.DdpStrategy(
+        None, PartialState(cpu=True).runtime, precision or build_precision("no", CPU), handlers
+    )
 
 
 def subject(directory, options=None):
@@ -38,7 +40,7 @@ def subject(directory, options=None):
 
 
 def wrap(model, strategy):
-    return strategy.wrapper.wrap(Bundle(models=[model])).models[0]
+    return strategy.wrap(Bundle(models=[model])).models[0]
 
 
 def make_matrix():
@@ -55,7 +57,7 @@ def backward(model, strategy, rank=None):
     if strategy is None:
         (loss / dist.get_world_size()).backward()
     else:
-        strategy.stepper.backward(loss, accumulation=1, sync=True)
+        strategy.backward(loss, accumulation=1, sync=True)
 
 
 def exact_gradient():
@@ -119,7 +121,7 @@ def test_a_strategy_that_does_not_synchronise_fails_the_suite(tmp_path):
     runtime = PartialState(cpu=True).runtime
 
     def make():
-        alone = unsharded.build(None, runtime, build_precision("no", CPU), {})
+        alone = single.SingleStrategy(None, runtime, build_precision("no", CPU), {})
         return replace(alone, sharding=BatchSharding(num_shards=2, shard_index=runtime.topology.rank))
 
     broken = replace(subject(tmp_path), make=make)
@@ -215,7 +217,7 @@ def test_parameters_that_a_pass_did_not_use_are_found():
     strategy = make_strategy(DistributedDataParallelKwargs(find_unused_parameters=True))
     model = wrap(Half(), strategy)
     for _ in range(3):
-        strategy.stepper.backward(model(torch.ones(1, 1)).sum(), accumulation=1, sync=True)
+        strategy.backward(model(torch.ones(1, 1)).sum(), accumulation=1, sync=True)
     assert model.module.unused.weight.grad is None
 
 
@@ -234,10 +236,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
     before = inner.weight.detach().clone()
     optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
     bundle = precision.convert(Bundle(models=[inner], optimizers=[optimizer]))
-    model = strategy.wrapper.wrap(bundle).models[0]
+    model = strategy.wrap(bundle).models[0]
     factor = float("inf") if dist.get_rank() == 1 else 1.0
-    strategy.stepper.backward(model(torch.ones(1, SIZE)).sum() * factor, accumulation=1, sync=True)
-    assert not strategy.stepper.step(optimizer)
+    strategy.backward(model(torch.ones(1, SIZE)).sum() * factor, accumulation=1, sync=True)
+    assert not strategy.step(optimizer)
     assert precision.scaler.get_scale() == 4.0
     assert torch.equal(inner.weight, before)
 
@@ -249,12 +251,12 @@ def test_a_model_of_lower_precision_trains_in_step():
     inner = make_matrix().float()
     optimizer = torch.optim.SGD(inner.parameters(), lr=0.01)
     bundle = precision.convert(Bundle(models=[inner], optimizers=[optimizer]))
-    model = strategy.wrapper.wrap(bundle).models[0]
+    model = strategy.wrap(bundle).models[0]
     for _ in range(3):
         output = model(torch.randn(2, SIZE) + dist.get_rank())
         assert output.dtype is torch.float32
-        strategy.stepper.backward(output.square().mean(), accumulation=1, sync=True)
-        strategy.stepper.step(optimizer)
+        strategy.backward(output.square().mean(), accumulation=1, sync=True)
+        strategy.step(optimizer)
     everywhere = [torch.empty_like(inner.weight) for _ in range(2)]
     dist.all_gather(everywhere, inner.weight.detach())
     assert torch.equal(*everywhere)

@@ -25,7 +25,9 @@ STAGES = (0, 1, 2, 3)
 def make_strategy(precision="no", **fields):
     runtime = PartialState(cpu=True).runtime
     plugin = DeepSpeedPlugin(**fields)
-    return deepspeed.build(None, runtime, build_precision(precision, CPU), {DeepSpeedPlugin: plugin})
+    return deepspeed.DeepSpeedStrategy(
+        None, runtime, build_precision(precision, CPU), {DeepSpeedPlugin: plugin}
+    )
 
 
 def make_model():
@@ -35,12 +37,12 @@ def make_model():
 
 def wrap(strategy, model, optimizer):
     bundle = Bundle(models=[model], optimizers=[optimizer])
-    strategy.wrapper.check(bundle)
-    return strategy.wrapper.wrap(strategy.precision.convert(bundle))
+    strategy.check(bundle)
+    return strategy.wrap(strategy.precision.convert(bundle))
 
 
 def whole(strategy, engine):
-    return {name: value.clone() for name, value in strategy.persister.full_state_dict(engine).items()}
+    return {name: value.clone() for name, value in strategy.states.full_state_dict(engine).items()}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -68,10 +70,10 @@ def test_gradients_that_are_given_up_do_not_come_back(stage):
         engine, optimizer = bundle.models[0], bundle.optimizers[0]
         batches = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
         for sync in (True, False):
-            strategy.stepper.backward(engine(batches[0]).sum() * 100, accumulation=1, sync=sync)
-            strategy.stepper.discard(optimizer)
-        strategy.stepper.backward(engine(batches[1]).mean(), accumulation=1, sync=True)
-        assert strategy.stepper.step(optimizer)
+            strategy.backward(engine(batches[0]).sum() * 100, accumulation=1, sync=sync)
+            strategy.discard(optimizer)
+        strategy.backward(engine(batches[1]).mean(), accumulation=1, sync=True)
+        assert strategy.step(optimizer)
         right = make_model()
         for rank in range(2):
             batch = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(rank))
@@ -89,14 +91,14 @@ def test_two_losses_of_one_step_add_up(stage):
         model, inputs = make_model(), torch.ones(2, 3)
         bundle = wrap(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1))
         engine = bundle.models[0]
-        with strategy.stepper.no_sync(engine):
-            strategy.stepper.backward(engine(inputs).mean(), accumulation=1, sync=True)
-        strategy.stepper.backward(engine(inputs).mean(), accumulation=1, sync=True)
+        with strategy.no_sync(engine):
+            strategy.backward(engine(inputs).mean(), accumulation=1, sync=True)
+        strategy.backward(engine(inputs).mean(), accumulation=1, sync=True)
         if stage in {1, 2}:
             with pytest.raises(UnsupportedError, match=r"second backward\(\).*no_sync\(model\)"):
-                strategy.stepper.backward(engine(inputs).mean(), accumulation=1, sync=True)
-        strategy.stepper.step(bundle.optimizers[0])
-        assert strategy.stepper.step(bundle.optimizers[0]), "a step without gradients does nothing"
+                strategy.backward(engine(inputs).mean(), accumulation=1, sync=True)
+        strategy.step(bundle.optimizers[0])
+        assert strategy.step(bundle.optimizers[0]), "a step without gradients does nothing"
         right = make_model()
         (2 * right(inputs).mean()).backward()
         torch.optim.SGD(right.parameters(), lr=0.1).step()
@@ -115,12 +117,12 @@ def test_models_take_and_return_float32_whatever_the_engine_computes_in(stage):
         assert strategy.precision.name == "bf16"
         output = engine(torch.ones(2, 3))
         assert output.dtype is torch.float32
-        strategy.stepper.backward(output.mean(), accumulation=1, sync=True)
-        norm = strategy.stepper.clip_grad_norm(engine.parameters(), 0.1)
+        strategy.backward(output.mean(), accumulation=1, sync=True)
+        norm = strategy.clip_grad_norm(engine.parameters(), 0.1)
         assert norm is None or norm > 0.1
-        assert strategy.stepper.step(bundle.optimizers[0])
+        assert strategy.step(bundle.optimizers[0])
         small = whole(strategy, engine)
-        exact = strategy.persister.full_state_dict(engine, exact=True)
+        exact = strategy.states.full_state_dict(engine, exact=True)
         right = make_model().bfloat16().float()
         right(torch.ones(2, 3)).mean().backward()
         torch.optim.AdamW(right.parameters(), lr=0.05).step()
@@ -154,11 +156,11 @@ def test_a_model_without_an_optimizer_is_sharded_in_stage_3_only():
         for stage in (2, 3):
             strategy = make_strategy(zero_stage=stage)
             bundle = Bundle(models=[make_model()])
-            strategy.wrapper.check(bundle)
-            model = strategy.wrapper.wrap(bundle).models[0]
-            assert (strategy.wrapper.unwrap(model) is not model) == (stage == 3)
+            strategy.check(bundle)
+            model = strategy.wrap(bundle).models[0]
+            assert (strategy.unwrap(model) is not model) == (stage == 3)
             torch.testing.assert_close(model(torch.ones(1, 3)), make_model()(torch.ones(1, 3)))
-            assert not strategy.stepper.has_engine
+            assert not strategy.has_engine
 
 
 @distributed(world_size=2)
@@ -171,7 +173,7 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_before_it_begins():
             optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
         strategy = make_strategy(**fields)
         with pytest.raises(error, match=story):
-            strategy.wrapper.check(Bundle(models=several, optimizers=optimizers))
+            strategy.check(Bundle(models=several, optimizers=optimizers))
 
     with deepspeed_process():
         first, second = make_model(), make_model()
@@ -206,21 +208,20 @@ def test_steps_that_an_engine_cannot_do_are_refused():
         model = make_model()
         bundle = wrap(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1))
         engine, optimizer = bundle.models[0], bundle.optimizers[0]
-        stepper = strategy.stepper
-        with stepper.no_sync(engine):
-            stepper.backward(engine(torch.ones(1, 3)).sum(), accumulation=1, sync=True)
+        with strategy.no_sync(engine):
+            strategy.backward(engine(torch.ones(1, 3)).sum(), accumulation=1, sync=True)
         with pytest.raises(UnsupportedError, match="no_sync"):
-            stepper.step(optimizer)
+            strategy.step(optimizer)
         with pytest.raises(SettingsError, match=r"max_norm=0\.5.*gradient_clipping=1\.0"):
-            stepper.clip_grad_norm(engine.parameters(), 0.5)
+            strategy.clip_grad_norm(engine.parameters(), 0.5)
         with pytest.raises(UnsupportedError, match="norm_type=1"):
-            stepper.clip_grad_norm(engine.parameters(), 1.0, 1)
+            strategy.clip_grad_norm(engine.parameters(), 1.0, 1)
         with pytest.raises(UnsupportedError, match="closure"):
-            stepper.step(optimizer, lambda: 0.0)
+            strategy.step(optimizer, lambda: 0.0)
         with pytest.raises(UnsupportedError, match="gradient"):
-            stepper.backward(engine(torch.ones(1, 3)), accumulation=1, sync=True, gradient=torch.ones(1, 1))
+            strategy.backward(engine(torch.ones(1, 3)), accumulation=1, sync=True, gradient=torch.ones(1, 1))
         with pytest.raises(SettingsError, match="does not belong to the model"):
-            stepper.step(torch.optim.SGD(make_model().parameters(), lr=0.1))
+            strategy.step(torch.optim.SGD(make_model().parameters(), lr=0.1))
         with pytest.raises(UnsupportedError, match="CLIP_GRAD_VALUE"):
             strategy.require(Feature.CLIP_GRAD_VALUE, "clip_grad_value_()")
         second = make_model()

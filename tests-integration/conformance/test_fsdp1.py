@@ -33,7 +33,7 @@ def make_strategy(**plugin):
     runtime = PartialState(cpu=True).runtime
     chosen = FullyShardedDataParallelPlugin(fsdp_version=1, **plugin)
     precision = build_precision("no", runtime.device)
-    return fsdp1.build(None, runtime, precision, {FullyShardedDataParallelPlugin: chosen})
+    return fsdp1.Fsdp1Strategy(None, runtime, precision, {FullyShardedDataParallelPlugin: chosen})
 
 
 def subject(directory, **plugin):
@@ -106,8 +106,8 @@ def make_model():
 
 def wrap(strategy, model, *optimizers):
     bundle = Bundle(models=[model], optimizers=optimizers)
-    strategy.wrapper.check(bundle)
-    return strategy.wrapper.wrap(bundle).models[0]
+    strategy.check(bundle)
+    return strategy.wrap(bundle).models[0]
 
 
 @distributed(world_size=2)
@@ -145,7 +145,7 @@ def test_only_rank_0_needs_values():
     with patch_environment(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true"):
         strategy = make_strategy(cpu_ram_efficient_loading=True)
     wrapped = wrap(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    state = strategy.persister.full_state_dict(wrapped)
+    state = strategy.states.full_state_dict(wrapped)
     assert all(torch.equal(value, state[name]) for name, value in make_model().state_dict().items())
 
 
@@ -155,11 +155,11 @@ def test_what_cannot_be_done_is_said():
     model = wrap(strategy, make_model())
     assert isinstance(model, FullyShardedDataParallel)
     with pytest.raises(SettingsError, match=r"given 1 parameters, but 3 more of the same model are missing"):
-        strategy.stepper.clip_grad_norm([next(model.parameters())], 1.0)
+        strategy.clip_grad_norm([next(model.parameters())], 1.0)
     with pytest.raises(UnsupportedError, match=r"run out earlier"):
-        strategy.stepper.join([model])
+        strategy.join([model])
     foreign = torch.optim.SGD(make_model().parameters(), lr=0.1)
     with pytest.raises(SettingsError, match=r"4 of the 4 parameters of SGD.*belong to no model"):
         wrap(strategy, make_model(), foreign)
     late = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy.wrapper.check(Bundle(optimizers=[late]))
+    strategy.check(Bundle(optimizers=[late]))

@@ -23,7 +23,7 @@ def subject(directory, sizes, *, schedule="1F1B", plugin=None):
             handlers[FullyShardedDataParallelPlugin] = FullyShardedDataParallelPlugin(
                 fsdp_version=2, **plugin
             )
-        return strategy.build(None, runtime, build_precision("no", runtime.device), handlers)
+        return strategy.PipelineStrategy(None, runtime, build_precision("no", runtime.device), handlers)
 
     return StrategySubject(make=make, runtime=runtime, directory=directory)
 

@@ -28,7 +28,7 @@ def test_a_group_of_two_ranks_conforms(kind, tmp_path):
     from torchft.coordination import LighthouseServer
 
     runtime = PartialState(cpu=True).runtime
-    build = replica_groups.build if kind == "ddp" else replica_groups.build_sharded
+    build = replica_groups.ReplicaStrategy if kind == "ddp" else replica_groups.ShardedReplicaStrategy
     handlers = {} if kind == "ddp" else {ParallelismConfig: ParallelismConfig(dp_shard_size=2)}
     made, lighthouses = [], []
 

@@ -52,7 +52,7 @@ def subject(directory, build, *, sizes=None, plugin=None):
 
 @distributed(world_size=2)
 def test_two_ranks_of_fsdp2_conform(tmp_path):
-    check_strategy(subject(tmp_path, fsdp2.build, plugin={}))
+    check_strategy(subject(tmp_path, fsdp2.Fsdp2Strategy, plugin={}))
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,14 @@ def test_two_ranks_of_fsdp2_conform(tmp_path):
 @distributed(world_size=2)
 def test_options_of_fsdp2_conform(plugin, tmp_path):
     with patch_environment(ACCELERATE_USE_FSDP="false", FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
-        check_strategy(subject(tmp_path, fsdp2.build, plugin=plugin))
+        check_strategy(subject(tmp_path, fsdp2.Fsdp2Strategy, plugin=plugin))
 
 
 @distributed(world_size=4)
 def test_copies_of_shards_conform(tmp_path):
-    one = subject(tmp_path, fsdp2.build, sizes={"dp_replicate_size": 2, "dp_shard_size": 2}, plugin={})
+    one = subject(
+        tmp_path, fsdp2.Fsdp2Strategy, sizes={"dp_replicate_size": 2, "dp_shard_size": 2}, plugin={}
+    )
     check_strategy(one)
 
 
@@ -84,19 +86,19 @@ def test_copies_of_shards_conform(tmp_path):
 @distributed(world_size=2)
 def test_shards_of_sequences_conform(axis, tmp_path):
     """Ranks of a sequence have the same batch here, whose gradients are those of one process."""
-    check_strategy(subject(tmp_path, fsdp2.build, sizes={axis: 2}, plugin={}))
+    check_strategy(subject(tmp_path, fsdp2.Fsdp2Strategy, sizes={axis: 2}, plugin={}))
 
 
 @distributed(world_size=2)
 def test_tensor_parallel_layers_conform(tmp_path):
     with planned():
-        check_strategy(subject(tmp_path, tensor.build, sizes={"tp_size": 2}))
+        check_strategy(subject(tmp_path, tensor.TensorParallelStrategy, sizes={"tp_size": 2}))
 
 
 @distributed(world_size=2)
 def test_tensor_parallel_layers_of_one_shard_conform(tmp_path):
     with planned():
-        check_strategy(subject(tmp_path, fsdp2.build, sizes={"tp_size": 2}, plugin={}))
+        check_strategy(subject(tmp_path, fsdp2.Fsdp2Strategy, sizes={"tp_size": 2}, plugin={}))
 
 
 @pytest.mark.parametrize(
@@ -105,4 +107,4 @@ def test_tensor_parallel_layers_of_one_shard_conform(tmp_path):
 @distributed(world_size=4)
 def test_tensor_parallel_layers_of_shards_and_of_copies_conform(data, tmp_path):
     with planned():
-        check_strategy(subject(tmp_path, fsdp2.build, sizes={data: 2, "tp_size": 2}, plugin={}))
+        check_strategy(subject(tmp_path, fsdp2.Fsdp2Strategy, sizes={data: 2, "tp_size": 2}, plugin={}))

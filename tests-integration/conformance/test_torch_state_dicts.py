@@ -45,10 +45,10 @@ def fsdp_plugin(version):
 
 
 STRATEGIES = {
-    "ddp": (ddp.build, dict),
-    "fsdp1": (fsdp1.build, partial(fsdp_plugin, 1)),
-    "fsdp2": (fsdp2.build, partial(fsdp_plugin, 2)),
-    "tp": (tensor.build, lambda: {ParallelismConfig: ParallelismConfig(tp_size=2)}),
+    "ddp": (ddp.DdpStrategy, dict),
+    "fsdp1": (fsdp1.Fsdp1Strategy, partial(fsdp_plugin, 1)),
+    "fsdp2": (fsdp2.Fsdp2Strategy, partial(fsdp_plugin, 2)),
+    "tp": (tensor.TensorParallelStrategy, lambda: {ParallelismConfig: ParallelismConfig(tp_size=2)}),
 }
 
 
@@ -66,19 +66,19 @@ def test_full_states_are_those_of_torch(name):
     with warnings.catch_warnings():
         # FSDP1 and torch's functions are deprecated in parts, and tensor-parallel layers return views.
         warnings.simplefilter("ignore")
-        strategy.wrapper.check(bundle)
-        bundle = strategy.wrapper.wrap(bundle)
+        strategy.check(bundle)
+        bundle = strategy.wrap(bundle)
         model, optimizer = bundle.models[0], bundle.optimizers[0]
         inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(strategy.sharding.shard_index))
         for _ in range(2):
-            strategy.stepper.backward(model(inputs).square().mean(), accumulation=1, sync=True)
-            strategy.stepper.step(optimizer)
+            strategy.backward(model(inputs).square().mean(), accumulation=1, sync=True)
+            strategy.step(optimizer)
             optimizer.zero_grad()
         # 2. Read both states twice, since torch's may change the optimizer.
         # Of FSDP1 on CPUs, torch 2.15 offloads all tensors of a parameter's state to the same memory.
         options = StateDictOptions(full_state_dict=True, cpu_offload=name != "fsdp1")
-        weights = strategy.persister.full_state_dict(model)
-        states = strategy.persister.full_optimizer_state(optimizer, [model])
+        weights = strategy.states.full_state_dict(model)
+        states = strategy.states.full_optimizer_state(optimizer, [model])
         expected_weights = get_model_state_dict(model, options=options)
         expected_states = get_optimizer_state_dict(model, optimizer, options=options)
     # 3. Torch's are complete on rank 0 alone.

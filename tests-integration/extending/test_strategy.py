@@ -81,7 +81,7 @@ def test_an_engine_that_owns_forward_and_backward_trains_as_one_process(accumula
         torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(accelerator.get_state_dict(model), weights, rtol=1e-12, atol=1e-12)
         window = [*["train_step", "after_micro_batch"] * (accumulation - 1), "train_step", "after_step"]
-        assert accelerator._parts.strategy.wrapper.events == window * (STEPS // accumulation)
+        assert accelerator._parts.strategy.events == window * (STEPS // accumulation)
         model.eval()
         torch.testing.assert_close(model(make_batches()[0][0]), reference_outputs(weights))
         with pytest.raises(SettingsError, match=r"a tensor that no model returned.*'example_pipeline'"):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_plugins import ddp, unsharded
+from accel_plugins import ddp, single
 from accel_plugins.fsdp import fsdp1, fsdp2
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import DataLoaderConfiguration
@@ -58,19 +58,19 @@ def subject(
 
 @distributed(world_size=1, device="npu")
 def test_one_process_conforms(tmp_path: Path) -> None:
-    check_strategy(subject(tmp_path, unsharded.build))
+    check_strategy(subject(tmp_path, single.SingleStrategy))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp"])
 @distributed(world_size=2, device="npu")
 def test_two_ranks_conform(strategy: str, tmp_path: Path) -> None:
     if strategy == "ddp":
-        check_strategy(subject(tmp_path, ddp.build))
+        check_strategy(subject(tmp_path, ddp.DdpStrategy))
     elif strategy == "fsdp2":
-        check_strategy(subject(tmp_path, fsdp2.build, fsdp=2))
+        check_strategy(subject(tmp_path, fsdp2.Fsdp2Strategy, fsdp=2))
     else:
         with planned():
-            check_strategy(subject(tmp_path, tensor.build, tp_size=2))
+            check_strategy(subject(tmp_path, tensor.TensorParallelStrategy, tp_size=2))
 
 
 @distributed(world_size=2, device="npu")
@@ -78,8 +78,8 @@ def test_two_ranks_of_fsdp1_conform(tmp_path: Path) -> None:
     for name in FSDP1_CHECKS:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        STRATEGY_CHECKS[name](subject(folder, fsdp1.build, fsdp=1))
-    in_float32 = replace(subject(tmp_path, fsdp1.build, fsdp=1), dtype=torch.float32, tolerance=1e-6)
+        STRATEGY_CHECKS[name](subject(folder, fsdp1.Fsdp1Strategy, fsdp=1))
+    in_float32 = replace(subject(tmp_path, fsdp1.Fsdp1Strategy, fsdp=1), dtype=torch.float32, tolerance=1e-6)
     STRATEGY_CHECKS[IN_FLOAT32](in_float32)
 
 
@@ -87,10 +87,10 @@ def test_two_ranks_of_fsdp1_conform(tmp_path: Path) -> None:
 @distributed(world_size=4, device="npu")
 def test_four_ranks_of_two_axes_conform(axis: str, tmp_path: Path) -> None:
     if axis == "hsdp":
-        check_strategy(subject(tmp_path, fsdp2.build, fsdp=2, dp_replicate_size=2, dp_shard_size=2))
+        check_strategy(subject(tmp_path, fsdp2.Fsdp2Strategy, fsdp=2, dp_replicate_size=2, dp_shard_size=2))
     else:
         with planned():
-            check_strategy(subject(tmp_path, fsdp2.build, fsdp=2, dp_shard_size=2, tp_size=2))
+            check_strategy(subject(tmp_path, fsdp2.Fsdp2Strategy, fsdp=2, dp_shard_size=2, tp_size=2))
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])

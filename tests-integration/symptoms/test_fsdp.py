@@ -91,7 +91,7 @@ def test_row_15_optimizers_with_eager_state_train_as_in_one_process(strategy):
         loss_of(alone).backward()
         expected.step()
         expected.zero_grad()
-    trained = accelerator._parts.strategy.persister.full_state_dict(model)
+    trained = accelerator._parts.strategy.states.full_state_dict(model)
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-6)
 

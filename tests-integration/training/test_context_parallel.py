@@ -74,7 +74,7 @@ def check(rotation, *, causal, length=LENGTH):
         optimizer.step()
         optimizer.zero_grad()
         torch.testing.assert_close(accelerator.reduce(loss, "mean"), wanted.detach(), rtol=0, atol=1e-6)
-    found = accelerator._parts.strategy.persister.full_state_dict(model)
+    found = accelerator._parts.strategy.states.full_state_dict(model)
     for name, value in right.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 

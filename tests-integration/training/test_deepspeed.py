@@ -88,7 +88,7 @@ def train(accelerator, model, optimizer, scheduler, loader, clip=None, *, clear_
 
 
 def assert_equal(accelerator, model, right, tolerance=1e-6):
-    state = accelerator._parts.strategy.persister.full_state_dict(model, exact=True)
+    state = accelerator._parts.strategy.states.full_state_dict(model, exact=True)
     assert state.keys() == right.keys()
     for name, value in right.items():
         torch.testing.assert_close(state[name], value, rtol=0, atol=tolerance)
@@ -201,8 +201,8 @@ def test_several_plugins_by_name_each_with_its_accelerator():
             accelerator.backward(nn.functional.mse_loss(model(inputs), wanted + 1))
             stepping.step()
             stepping.zero_grad()
-        for name, value in first._parts.strategy.persister.full_state_dict(student).items():
-            twin = second._parts.strategy.persister.full_state_dict(other)[name]
+        for name, value in first._parts.strategy.states.full_state_dict(student).items():
+            twin = second._parts.strategy.states.full_state_dict(other)[name]
             torch.testing.assert_close(value, twin, rtol=0, atol=1e-6)
         with pytest.raises(SettingsError, match="'student', 'teacher'"):
             first.state.select_deepspeed_plugin("nobody")

@@ -52,7 +52,7 @@ def with_float16():
 
 
 def whole(accelerator, model):
-    weights = accelerator._parts.strategy.persister.full_state_dict(model, exact=True)
+    weights = accelerator._parts.strategy.states.full_state_dict(model, exact=True)
     return {name: value.clone() for name, value in weights.items()}
 
 
@@ -222,7 +222,7 @@ def test_the_engine_tells_the_norm_of_the_gradients_that_its_configuration_clips
     with deepspeed_process(), prepared(plugin, make_model()) as (accelerator, engine, optimizer, _):
         right = make_model()
         alone = torch.optim.SGD(right.parameters(), lr=0.1)
-        wrapper = accelerator._parts.strategy.stepper.wrapper
+        wrapper = accelerator._parts.strategy.wrapper
         for step in range(2):
             accelerator.backward(engine(rows(dist.get_rank())[step]).square().mean())
             optimizer.step()

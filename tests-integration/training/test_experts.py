@@ -369,7 +369,7 @@ def check_loading_under_other_sizes(folder):
             model, optimizer = accelerator.prepare(model, make_optimizer(model))
             accelerator.load_state(folder / "state")
         state = accelerator.get_state_dict(model)
-        moments = accelerator._parts.strategy.persister.full_optimizer_state(optimizer.optimizer, [model])
+        moments = accelerator._parts.strategy.states.full_optimizer_state(optimizer.optimizer, [model])
         if accelerator.is_main_process:
             now = [*state.values(), *(value["exp_avg"] for value in moments["state"].values())]
             saved = saved or now

@@ -85,7 +85,7 @@ def test_two_groups_have_the_same_parameters_after_each_sync(kind):
     runtime.collectives.broadcast_object_list(address, 0)
     own = ReplicaSettings(groups=2, group=group, min_groups=2, lighthouse=address[0])
     options = ReplicaSyncKwargs(sync_every=EVERY, outer_optimizer=outer if kind == "diloco" else None)
-    strategy = replica_groups.build(
+    strategy = replica_groups.ReplicaStrategy(
         replace(Settings(), replicas=own),
         Runtime(),  # each group is one process
         build_precision("no", torch.device("cpu")),
@@ -94,12 +94,12 @@ def test_two_groups_have_the_same_parameters_after_each_sync(kind):
     try:
         model = make_model(group)  # the first group's weights are those of all
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        bundle = strategy.wrapper.wrap(Bundle(models=[model], optimizers=[optimizer]))
+        bundle = strategy.wrap(Bundle(models=[model], optimizers=[optimizer]))
         expected = train(kind)
         for step in range(EVERY * WINDOWS):
             loss = bundle.models[0](batch_of(step, group)).square().mean()
-            strategy.stepper.backward(loss, accumulation=1, sync=True)
-            strategy.stepper.step(optimizer)
+            strategy.backward(loss, accumulation=1, sync=True)
+            strategy.step(optimizer)
             optimizer.zero_grad()
             alike = runtime.collectives.all_gather_object([p.detach() for p in model.parameters()])
             is_equal = all(torch.equal(a, b) for a, b in zip(*alike, strict=True))
@@ -118,7 +118,7 @@ def test_shards_have_no_diloco_and_the_number_of_steps_is_checked():
     with pytest.raises(SettingsError, match="expected a whole number of 1 or more"):
         ReplicaSyncKwargs(sync_every=0)
     with pytest.raises(UnsupportedError, match="torchft's DiLoCo cannot send"):
-        replica_groups.build_sharded(
+        replica_groups.ShardedReplicaStrategy(
             Settings(),
             Runtime(),
             build_precision("no", torch.device("cpu")),

@@ -53,7 +53,7 @@ def loss_of(model, rows):
 
 
 def full_state(accelerator, model):
-    return accelerator._parts.strategy.persister.full_state_dict(model)
+    return accelerator._parts.strategy.states.full_state_dict(model)
 
 
 def train(accelerator, model, optimizer, *, steps=3, loss=loss_of):

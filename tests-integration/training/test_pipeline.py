@@ -209,7 +209,7 @@ def check_evaluation_of_shards(model, alone, loader, rows):
 
 
 def check_optimizer(accelerator, model, optimizer, alone, precise):
-    full = accelerator._parts.strategy.persister.full_optimizer_state(optimizer.optimizer, [model])
+    full = accelerator._parts.strategy.states.full_optimizer_state(optimizer.optimizer, [model])
     wanted = alone.state_dict()
     assert full["state"].keys() == wanted["state"].keys()
     for index, values in wanted["state"].items():
@@ -452,7 +452,7 @@ def test_a_checkpoint_loads_without_pipelines_and_the_reverse(tmp_path):
     )
     accelerator.load_state(tmp_path / "ddp")
     again = accelerator.get_state_dict(model)
-    full = accelerator._parts.strategy.persister.full_optimizer_state(optimizer.optimizer, [model])
+    full = accelerator._parts.strategy.states.full_optimizer_state(optimizer.optimizer, [model])
     if accelerator.is_main_process:
         torch.testing.assert_close(dict(again), dict(state))
         assert (tmp_path / "model" / "model.safetensors").is_file()
@@ -461,7 +461,7 @@ def test_a_checkpoint_loads_without_pipelines_and_the_reverse(tmp_path):
 
 
 def states(accelerator, model, optimizer):
-    persister = accelerator._parts.strategy.persister
+    persister = accelerator._parts.strategy.states
     full = persister.full_optimizer_state(optimizer.optimizer, [model])
     moments = {index: values["exp_avg"] for index, values in full["state"].items()}
     return dict(persister.full_state_dict(model)), moments
@@ -576,9 +576,9 @@ def test_each_value_is_in_one_file_of_a_sharded_checkpoint(tmp_path):
     folder = tmp_path / "0" / "pytorch_model_fsdp_0"
     assert all((folder / f"__{rank}_0.distcp").stat().st_size > 0 for rank in range(2))
     nbytes = ShardWriter(
-        {"model": accelerator._parts.strategy.shards.model_tensors(model)},
+        {"model": accelerator._parts.strategy.states.model_tensors(model)},
         accelerator.process_index,
-        accelerator._parts.strategy.planners,
+        accelerator._parts.strategy.states.planners,
     ).nbytes
     total = sum(value.numel() * value.element_size() for value in wanted.values())
     assert sum(accelerator.gather(torch.tensor([nbytes])).tolist()) == total

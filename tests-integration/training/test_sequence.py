@@ -160,7 +160,7 @@ def check(family, kind, sp, *, number=ROWS, atol=2e-6, **options):
     for step, expected in zip(found[2], gradients, strict=True):
         for name, value in expected.items():
             torch.testing.assert_close(step[name], value, rtol=0, atol=atol, msg=partial(named, name))
-    state = accelerator._parts.strategy.persister.full_state_dict(model)
+    state = accelerator._parts.strategy.states.full_state_dict(model)
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=0, atol=atol, msg=partial(named, name))
     accelerator.free_memory()
@@ -404,8 +404,8 @@ def test_a_state_is_loaded_under_these_and_other_sizes(tmp_path):
     accelerator = accelerate(2)
     model, optimizer, _ = train(accelerator, make_llama(), text("packed"))
     accelerator.save_state(tmp_path / "state", flush=False)
-    expected = accelerator._parts.strategy.persister.full_state_dict(model)
-    moments = accelerator._parts.strategy.persister.full_optimizer_state(optimizer.optimizer, [model])
+    expected = accelerator._parts.strategy.states.full_state_dict(model)
+    moments = accelerator._parts.strategy.states.full_optimizer_state(optimizer.optimizer, [model])
     accelerator.free_memory()
     for sizes in ({"sp_size": 2}, {"dp_shard_size": 2}, {}):
         AcceleratorState._reset_state()
@@ -416,7 +416,7 @@ def test_a_state_is_loaded_under_these_and_other_sizes(tmp_path):
         loader = DataLoader(text("packed"), batch_size=1)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         accelerator.load_state(tmp_path / "state")
-        persister = accelerator._parts.strategy.persister
+        persister = accelerator._parts.strategy.states
         for name, value in persister.full_state_dict(model).items():
             assert torch.equal(value, expected[name]), (sizes, name)
         loaded = persister.full_optimizer_state(optimizer.optimizer, [model])

@@ -100,7 +100,7 @@ def train(accelerator, model, optimizer, loader, *, clip=None, loss_of=loss_over
 
 
 def assert_equal(accelerator, model, right, tolerance=1e-6):
-    state = accelerator._parts.strategy.persister.full_state_dict(model, exact=True)
+    state = accelerator._parts.strategy.states.full_state_dict(model, exact=True)
     for name, value in right.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=0, atol=tolerance)
 
@@ -214,7 +214,7 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path):
                 optimizer.zero_grad()
                 if count == 1 and not resumed:
                     accelerator.save_state(tmp_path / "here", flush=False)
-            state = accelerator._parts.strategy.persister.full_state_dict(model)
+            state = accelerator._parts.strategy.states.full_state_dict(model)
             ends.append({name: value.clone() for name, value in state.items()})
             accelerator.free_memory()
         assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())

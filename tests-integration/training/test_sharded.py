@@ -170,7 +170,7 @@ def train_alone(batch_size, *, accumulation=1, clip=None, steps=4):
 
 
 def whole(accelerator, model):
-    return accelerator._parts.strategy.persister.full_state_dict(model)
+    return accelerator._parts.strategy.states.full_state_dict(model)
 
 
 def check_equal(layout, *, accumulation=1, clip=None, tolerance=1e-6, **options):

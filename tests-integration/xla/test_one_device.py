@@ -36,7 +36,7 @@ from accel.utils import (
     set_seed,
     synchronize_rng_states,
 )
-from accel_plugins.xla import build_replicated
+from accel_plugins.xla import XlaStrategy
 from accel_state import runtime, xla_devices
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.topology import Topology
@@ -132,7 +132,7 @@ def test_losses_and_weights_are_those_of_plain_pytorch(accumulation, max_norm):
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_strategy_conforms(name, tmp_path):
-    check_conformance(name, build_replicated, {}, tmp_path)
+    check_conformance(name, XlaStrategy, {}, tmp_path)
 
 
 def test_nothing_is_compiled_after_the_second_step_and_a_step_is_one_execution():

@@ -24,7 +24,7 @@ from accel.errors import UnsupportedError
 from accel.state import AcceleratorState
 from accel.utils import load_fsdp_model, save_fsdp_model
 from accel_plugins.sharding.folder import read_index
-from accel_plugins.xla import build_spmd
+from accel_plugins.xla import SpmdStrategy
 from accel_state import xla_devices
 from accel_state.errors import CheckpointError, SettingsError
 from xla.problems import (
@@ -111,7 +111,7 @@ def test_blocks_are_selected_by_size_and_recompute_their_activations():
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_strategy_conforms(name, tmp_path):
     plugin = FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)
-    check_conformance(name, build_spmd, {FullyShardedDataParallelPlugin: plugin}, tmp_path)
+    check_conformance(name, SpmdStrategy, {FullyShardedDataParallelPlugin: plugin}, tmp_path)
 
 
 def test_parameters_states_and_batches_are_sharded_over_all_devices():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
-from accel_plugins import unsharded
 from accel_plugins.precision import build_precision
+from accel_plugins.single import SingleStrategy
 from accel_plugins.testing import (
     PRECISION_CHECKS,
     STRATEGY_CHECKS,
@@ -19,7 +19,6 @@ from accel_plugins.testing import (
     check_precision,
     check_strategy,
 )
-from accel_plugins.unsharded import SingleWrapper, TorchStepper
 from accel_state.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -32,7 +31,11 @@ CPU = torch.device("cpu")
 
 
 def make_single() -> Strategy:
-    return unsharded.build(cast("Any", None), Runtime(), build_precision("no", CPU), {})
+    return make(SingleStrategy)
+
+
+def make(kind: type[Strategy]) -> Strategy:
+    return kind(cast("Any", None), Runtime(), build_precision("no", CPU), {})
 
 
 def subject(directory: Path, make: Callable[[], Strategy] = make_single) -> StrategySubject:
@@ -50,57 +53,41 @@ def test_a_precision_policy_conforms(name: str, check: str):
     PRECISION_CHECKS[check](PrecisionSubject(make=lambda: build_precision(name, CPU), device=CPU))
 
 
-class ForgetfulStepper(TorchStepper):
+class Forgetful(SingleStrategy):
     def backward(self, loss: Any, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
         loss.backward(**kwargs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyingWrapper:
-    inner: SingleWrapper
-
-    def check(self, bundle: Bundle) -> None: ...
-
+class Copying(SingleStrategy):
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         return replace(bundle, models=[torch.nn.Sequential(model) for model in bundle.models])
 
-    def unwrap(self, model: Any) -> Any:
-        return model
-
 
 def test_a_strategy_that_does_not_divide_by_the_accumulation_fails(tmp_path: Path):
-    def make() -> Strategy:
-        return replace(make_single(), stepper=ForgetfulStepper(precision=build_precision("no", CPU)))
-
     with pytest.raises(
         ConformanceError, match=r"rank 0: micro_batches_equal_one_batch: with 2 micro-batches.*off by"
     ):
-        check_strategy(subject(tmp_path, make))
+        check_strategy(subject(tmp_path, lambda: make(Forgetful)))
 
 
 def test_a_strategy_that_does_not_unwrap_fails(tmp_path: Path):
-    def make() -> Strategy:
-        return replace(make_single(), wrapper=CopyingWrapper(inner=SingleWrapper(device=CPU)))
-
     with pytest.raises(ConformanceError, match=r"unwrap\(wrap\(model\)\) is not the model"):
-        check_strategy(subject(tmp_path, make))
+        check_strategy(subject(tmp_path, lambda: make(Copying)))
 
 
 def test_only_declared_features_are_checked(tmp_path: Path):
-    def make() -> Strategy:
-        thin = replace(make_single(), features=frozenset())
-        return replace(thin, stepper=cast("Any", NoClipping(precision=build_precision("no", CPU))))
-
-    check_strategy(subject(tmp_path, make))
+    check_strategy(subject(tmp_path, lambda: make(NoClipping)))
 
 
-class NoClipping(TorchStepper):
+class NoClipping(SingleStrategy):
+    features = frozenset()
+
     def clip_grad_value(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError
 
 
 def test_a_policy_that_forgets_to_unscale_fails():
-    class Forgetful:
+    class ForgetfulPolicy:
         def __init__(self) -> None:
             self._policy = build_precision("fp16", CPU)
 
@@ -110,4 +97,4 @@ def test_a_policy_that_forgets_to_unscale_fails():
         def unscale(self, optimizers: Any) -> None: ...
 
     with pytest.raises(ConformanceError, match="unscaled_gradients_are_those_of_the_loss"):
-        check_precision(PrecisionSubject(make=cast("Any", Forgetful), device=CPU))
+        check_precision(PrecisionSubject(make=cast("Any", ForgetfulPolicy), device=CPU))

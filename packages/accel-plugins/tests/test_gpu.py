@@ -47,8 +47,8 @@ def test_ddp_conforms_on_the_accelerator(tmp_path: Path):
     try:
         joined = replace(runtime, collectives=TorchCollectives(runtime.device))
         check_strategy(subject(tmp_path, ddp, joined))
-        strategy = ddp.build(cast("Any", None), joined, build_precision("no", runtime.device), {})
-        wrapped = strategy.wrapper.wrap(Bundle(models=[nn.Linear(1, 1)]))
+        strategy = ddp.DdpStrategy(cast("Any", None), joined, build_precision("no", runtime.device), {})
+        wrapped = strategy.wrap(Bundle(models=[nn.Linear(1, 1)]))
         assert cast("Any", wrapped.models[0]).device_ids == [0]
     finally:
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ from accel_plugins.megatron.families import (
     transposed,
     vocabulary,
 )
-from accel_plugins.megatron.state import MegatronShards
+from accel_plugins.megatron.state import MegatronStates
 from accel_state.errors import UnsupportedError
 
 HEADS, GROUPS, SIZE, HIDDEN = 8, 4, 3, 5
@@ -71,4 +71,4 @@ def test_a_model_whose_weights_have_no_names_is_not_saved_in_shards():
     torch.nn.Module.__init__(engine)
     engine.family = None
     with pytest.raises(UnsupportedError, match="custom_model_provider_function"):
-        MegatronShards(device_type="cpu").model_tensors(engine)
+        MegatronStates(torch.device("cpu")).model_tensors(engine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,12 +20,16 @@ from accel_plugins.precision import (
     get_mixed_precision_context_manager,
     step_unscaled,
 )
-from accel_plugins.strategy import Bundle
-from accel_plugins.unsharded import TorchStepper
+from accel_plugins.strategy import Bundle, Strategy
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.runtime import Runtime
 
 CPU = torch.device("cpu")
+
+
+def strategy_with(policy: Any) -> Strategy:
+    return Strategy(cast("Any", None), Runtime(), policy, {})
 
 
 class Counting(torch.optim.SGD):
@@ -112,7 +116,7 @@ def test_a_state_saved_between_two_steps_has_the_scale_of_the_next():
 
 def test_clipping_sees_the_true_norm_and_unscales_the_owner_alone():
     policy, models, optimizers = make_pair()
-    stepper = TorchStepper(precision=policy)
+    stepper = strategy_with(policy)
     loss = sum(model(torch.tensor([[2.0, 3.0, 6.0]])).sum() for model in models)
     stepper.backward(loss, accumulation=1, sync=True)
     norm = stepper.clip_grad_norm(models[0].parameters(), 1.0, optimizers=optimizers)
@@ -282,7 +286,7 @@ def test_a_fused_optimizer_tells_of_a_skipped_step_when_it_is_asked():
 @pytest.mark.parametrize("end", ["clip", "unscale"])
 def test_a_step_that_is_left_out_after_its_gradients_were_unscaled_leaves_the_next_one_right(end):
     policy = build_precision("fp16", CPU, None, GradScalerKwargs(init_scale=1024.0))
-    stepper, model = TorchStepper(precision=policy), nn.Linear(3, 1, bias=False)
+    stepper, model = strategy_with(policy), nn.Linear(3, 1, bias=False)
     nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     policy.convert(Bundle(models=[model], optimizers=[optimizer]))

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_plugins import registry
+from accel_plugins.precision import build_precision
 from accel_plugins.registry import choose
 from accel_plugins.strategy import BatchSharding, Bundle, Feature, Strategy, StrategySpec
 from accel_plugins.torchft import strategy as torchft
 from accel_state import lazy as tables
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.runtime import Runtime
 from accel_state.settings import Settings
 from accel_state.settings.engines import DeepSpeedSettings, FsdpSettings, ParallelismSettings
 from accel_state.settings.run import ReplicaSettings, TrainingSettings
@@ -128,15 +130,11 @@ def test_a_shard_must_be_one_of_the_shards(num: int, index: int):
 
 
 def test_a_feature_that_is_not_offered_is_refused_by_name():
-    nothing = CPU
-    strategy = Strategy(
-        name="thin",
-        wrapper=nothing,
-        stepper=nothing,
-        persister=nothing,
-        sharding=BatchSharding(num_shards=1, shard_index=0),
-        features=frozenset({Feature.NO_SYNC}),
-    )
+    class Thin(Strategy):
+        name = "thin"
+        features = frozenset({Feature.NO_SYNC})
+
+    strategy = Thin(Settings(), Runtime(), build_precision("no", CPU), {})
     strategy.require(Feature.NO_SYNC, "no_sync()")
     with pytest.raises(
         UnsupportedError, match=r"`clip_grad_value_\(\)` needs CLIP_GRAD_VALUE.*'thin'.*NO_SYNC"

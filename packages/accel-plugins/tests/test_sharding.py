@@ -25,9 +25,9 @@ from accel_plugins.sharding.folder import (
     read_into,
     write_index,
 )
+from accel_plugins.sharding.shards import ShardedStates
 from accel_plugins.sharding.state import (
     INDEX_NAME,
-    TensorShards,
     is_sharded_folder,
     local_metadata_file,
     parameter_names,
@@ -265,7 +265,7 @@ def test_an_optimizer_goes_on_from_what_its_tensors_were():
         optimizer.step()
         return model, optimizer
 
-    (model, optimizer), (fresh, other), shards = trained(), trained(), TensorShards()
+    (model, optimizer), (fresh, other), shards = trained(), trained(), ShardedStates(torch.device("cpu"))
     state = shards.optimizer_tensors(optimizer, [model])
     assert {*state["state"]} == {"weight", "bias"}
     room = shards.state_allocator(optimizer, [model])

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel_plugins import ddp, unsharded
+from accel_plugins.ddp import DdpStrategy
 from accel_plugins.precision import build_precision
+from accel_plugins.single import SingleStrategy
 from accel_plugins.strategy import Bundle
 from accel_plugins.unsharded import load_in_place
 from accel_state.errors import SettingsError
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 
 
-def make(module: Any = unsharded) -> Strategy:
-    return module.build(cast("Any", None), Runtime(), build_precision("no", CPU), {})
+def make(kind: type[Strategy] = SingleStrategy, device: torch.device = CPU) -> Strategy:
+    return kind(cast("Any", None), Runtime(device=device), build_precision("no", CPU), {})
 
 
-@pytest.mark.parametrize("module", [unsharded, ddp])
-def test_a_meta_model_is_refused_by_the_name_of_its_parameter(module: Any):
+@pytest.mark.parametrize("kind", [SingleStrategy, DdpStrategy])
+def test_a_meta_model_is_refused_by_the_name_of_its_parameter(kind: Any):
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(1, 1))
     with pytest.raises(SettingsError, match=r"Sequential: the parameter '0.weight' is on the meta device"):
-        make(module).wrapper.check(Bundle(models=[empty]))
+        make(kind).check(Bundle(models=[empty]))
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
@@ -39,7 +40,7 @@ def test_a_model_that_a_device_map_spreads_is_not_moved(evaluation: bool):
     other = torch.device("meta")
     models = [nn.Sequential(nn.Linear(1, 1)) for _ in range(2)]
     vars(models[0][0])["hf_device_map"] = {"a": 0, "b": 1}
-    moved = unsharded.SingleWrapper(device=other).wrap(Bundle(models=models), evaluation=evaluation).models
+    moved: Any = make(device=other).wrap(Bundle(models=models), evaluation=evaluation).models
     assert [model[0].weight.device for model in moved] == [CPU, other]
 
 
@@ -47,18 +48,18 @@ def test_a_model_that_a_device_map_spreads_is_not_moved(evaluation: bool):
 def test_a_lazy_model_is_refused_until_it_has_seen_a_batch():
     lazy = nn.LazyLinear(1)
     with pytest.raises(SettingsError, match=r"LazyLinear: the parameter 'weight'.*one batch"):
-        make().wrapper.check(Bundle(models=[lazy]))
+        make().check(Bundle(models=[lazy]))
     lazy(torch.ones(1, 2))
-    make().wrapper.check(Bundle(models=[lazy]))
+    make().check(Bundle(models=[lazy]))
 
 
 def test_compiled_models_are_saved_under_their_own_names():
     strategy, model = make(), nn.Linear(2, 1)
     compiled = cast("nn.Module", torch.compile(model, backend="eager"))
-    saved = strategy.persister.full_state_dict(compiled)
+    saved = strategy.states.full_state_dict(compiled)
     assert [*saved] == ["weight", "bias"]
     twin = nn.Linear(2, 1)
-    strategy.persister.load_full_state_dict(twin, saved)
+    strategy.states.load_full_state_dict(twin, saved)
     assert torch.equal(twin.weight, model.weight)
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accel_plugins import registry, unsharded
+from accel_plugins import registry
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
@@ -27,6 +27,7 @@ from accel_plugins.kwargs import (
 )
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.precision import ShardedGradScaler
+from accel_plugins.single import SingleStrategy
 from accel_plugins.strategy import StrategySpec
 from accel_state import lazy as tables
 from accel_state.accelerator_state import AcceleratorState
@@ -274,11 +275,14 @@ def test_the_constructor_keeps_the_documented_order_of_arguments():
 
 
 def test_an_installed_strategy_that_applies_trains_the_run(monkeypatch):
-    def build(settings, runtime, precision, handlers):
-        assert isinstance(precision.scaler, ShardedGradScaler)
-        return replace(unsharded.build(settings, runtime, precision, handlers), name="mine")
+    class Mine(SingleStrategy):
+        name = "mine"
 
-    spec = StrategySpec(name="mine", applies=lambda *_: True, build=build, shards_gradients=True)
+        def __init__(self, settings, runtime, precision, handlers):
+            assert isinstance(precision.scaler, ShardedGradScaler)
+            super().__init__(settings, runtime, precision, handlers)
+
+    spec = StrategySpec(name="mine", applies=lambda *_: True, build=Mine, shards_gradients=True)
     monkeypatch.setitem(sys.modules, "my_package", SimpleNamespace(SPEC=spec))
     point = EntryPoint("mine", "my_package:SPEC", registry.ENTRY_POINT_GROUP)
     monkeypatch.setattr(tables, "entry_points_of", lambda group: [point])
@@ -289,17 +293,16 @@ def test_an_installed_strategy_that_applies_trains_the_run(monkeypatch):
 def lazy(events):
     """A strategy of a device that executes on request."""
 
-    def build(settings, runtime, precision, handlers):
-        assert settings.training.strategy == "lazy"
-        made = unsharded.build(settings, runtime, precision, handlers)
-        return replace(
-            made,
-            name="lazy",
-            after_micro_batch=lambda: events.append("micro-batch"),
-            after_step=lambda: events.append("step"),
-        )
+    class Lazy(SingleStrategy):
+        name = "lazy"
 
-    return StrategySpec(name="lazy", applies=lambda *_: False, build=build)
+        def __init__(self, settings, runtime, precision, handlers):
+            assert settings.training.strategy == "lazy"
+            super().__init__(settings, runtime, precision, handlers)
+            self.after_micro_batch = lambda: events.append("micro-batch")
+            self.after_step = lambda: events.append("step")
+
+    return StrategySpec(name="lazy", applies=lambda *_: False, build=Lazy)
 
 
 def test_a_strategy_may_be_given_as_an_object_and_holds_for_later_accelerators():
@@ -342,7 +345,13 @@ def test_a_strategy_of_any_name_says_whether_fully_shard_shards_its_models():
     named = lazy([])
     build = named.build
     assert callable(build)
-    sharded = replace(named, build=lambda *parts: replace(build(*parts), fsdp_version=2))
+
+    def build_sharded(*parts):
+        built = build(*parts)
+        built.fsdp_version = 2
+        return built
+
+    sharded = replace(named, build=build_sharded)
     assert not Accelerator(cpu=True, strategy=named).is_fsdp2
     AcceleratorState._reset_state()
     assert Accelerator(cpu=True, strategy=sharded).is_fsdp2

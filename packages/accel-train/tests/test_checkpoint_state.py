@@ -12,7 +12,6 @@ import random
 import re
 import threading
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +26,8 @@ from torch import nn
 from accel_bigmodel import cpu_offload
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
-from accel_plugins.sharding.state import StateForm, TensorShards
+from accel_plugins.sharding.shards import ShardedStates
+from accel_plugins.sharding.state import StateForm
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 from accel_state.process_group import clone_store
 from accel_train import Accelerator, load_custom_state, save_custom_state
@@ -528,8 +528,7 @@ def test_fewer_or_more_shards_than_were_saved_are_named(tmp_path, told):
             model = nn.Linear(2, 2)
             run.accelerator.prepare(model, torch.optim.SGD(model.parameters()))
         checkpoints = run.accelerator._parts.checkpoints
-        shards = TensorShards(form_now=lambda: StateForm.SHARDED)
-        checkpoints.strategy = replace(checkpoints.strategy, shards=shards)
+        checkpoints.strategy.states = ShardedStates(torch.device("cpu"), lambda: StateForm.SHARDED)
         return run
 
     one, two = sharded(1), sharded(2)
@@ -543,27 +542,20 @@ def test_fewer_or_more_shards_than_were_saved_are_named(tmp_path, told):
         two.accelerator.load_state(tmp_path / "one")
 
 
-class FilesOfItsOwn:
+class FilesOfItsOwn(ShardedStates):
     """The files of a strategy."""
 
-    def save_model(self, model, directory, index, *, write=torch.save):
+    def save_native(self, model, directory, index, *, write=torch.save):
         write(model.state_dict(), directory / f"own_{index}.bin")
 
-    def load_model(self, model, directory, index):
+    def load_native(self, model, directory, index):
         model.load_state_dict(torch.load(directory / f"own_{index}.bin"))
-
-    def save_optimizer(self, optimizer, model, directory, index, *, write=torch.save):
-        write(optimizer.state_dict(), directory / f"own_optimizer_{index}.bin")
-
-    def load_optimizer(self, optimizer, model, directory, index):
-        optimizer.load_state_dict(torch.load(directory / f"own_optimizer_{index}.bin"))
 
 
 def test_options_that_the_files_of_a_strategy_do_not_take_are_named(tmp_path, told):
     run = Setup(tmp_path, numbered=False)
     checkpoints = run.accelerator._parts.checkpoints
-    shards = TensorShards(form_now=lambda: StateForm.NATIVE)
-    checkpoints.strategy = replace(checkpoints.strategy, shards=shards, native=FilesOfItsOwn())
+    checkpoints.strategy.states = FilesOfItsOwn(torch.device("cpu"), lambda: StateForm.NATIVE)
     run.accelerator.save_state(tmp_path / "c")
     run.accelerator.load_state(tmp_path / "c")
     assert "ignores" not in told.text
@@ -998,7 +990,7 @@ def test_the_weights_of_a_module_that_is_the_model_itself_are_replaced_too():
 def test_a_replica_group_whose_state_another_one_saves_has_nothing_to_wait_for(tmp_path):
     run = Setup(tmp_path)
     checkpoints = run.accelerator._parts.checkpoints
-    checkpoints.strategy = replace(checkpoints.strategy, replicas=SimpleNamespace(is_saver=False))
+    checkpoints.strategy.replicas = SimpleNamespace(is_saver=False)
     saving = run.accelerator.save_state(blocking=False)
     assert saving.wait() == saving.path
     assert saving.done

@@ -21,10 +21,7 @@ from accel_plugins.registry import load as load
 from accel_plugins.strategy import BatchSharding as BatchSharding
 from accel_plugins.strategy import Bundle as Bundle
 from accel_plugins.strategy import Feature as Feature
-from accel_plugins.strategy import ModelWrapper as ModelWrapper
-from accel_plugins.strategy import Persister as Persister
 from accel_plugins.strategy import PrecisionPolicy as PrecisionPolicy
-from accel_plugins.strategy import Stepper as Stepper
 from accel_plugins.strategy import Strategy as Strategy
 from accel_plugins.strategy import StrategyFactory as StrategyFactory
 from accel_plugins.strategy import StrategySpec as StrategySpec

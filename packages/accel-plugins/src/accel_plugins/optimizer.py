@@ -56,7 +56,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         optimizer: The optimizer to wrap, available as `.optimizer`.
         device_placement: Whether to move the optimizer's state to the device of its parameters.
         scaler: The loss scaler to step through, where float16 is used without an `Accelerator`.
-        step: Steps the optimizer, as a strategy's `Stepper.step`; returns False for a skipped step. By
+        step: Steps the optimizer, as `Strategy.step`; returns False for a skipped step. By
             default, the optimizer's own step, through `scaler` if there is one.
         window: Counter of the items since the last step, which ends the accumulation window.
         discard: Drops gradients that an engine has; by default `zero_grad` of the optimizer does.

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from accel_plugins.unsharded import States, check_materialised, move_to_device
-from accel_state.errors import UnsupportedError
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
@@ -133,41 +133,6 @@ class StrategySpec:
 StateDict: TypeAlias = dict[str, Any]
 Parameters: TypeAlias = "Tensor | Iterable[Tensor]"
 Optimizers: TypeAlias = "Iterable[Optimizer]"
-
-
-class TrainStep(Protocol):
-    """Runs forward and backward passes in one call, for engines that own both, such as pipelines.
-
-    Calls of a prepared model in training mode, with gradients enabled, run through it;
-    `accelerator.backward(loss)` then computes nothing and only accepts a loss that such a call has returned.
-    """
-
-    def __call__(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        accumulation: int,
-        sync: bool,
-    ) -> Any:
-        """Add the gradients of `loss / accumulation` of one micro-batch to the parameters.
-
-        Called on every rank.
-
-        Args:
-            model: The model as wrapped by the strategy.
-            forward: The model's own `forward`, bound.
-            args: Positional arguments of the model call.
-            kwargs: Keyword arguments of the model call.
-            accumulation: Number of micro-batches that make one optimizer step.
-            sync: Whether this micro-batch ends the accumulation window.
-
-        Returns:
-            The result of the model call: the loss, or a structure with the loss in it, the same on all ranks.
-        """
-        ...
 
 
 class Generators(Protocol):
@@ -330,7 +295,7 @@ class Bundle:
 class Strategy:
     """A training strategy: how models are wrapped, optimizers step, and states are read and loaded.
 
-    Each engine is a subclass, which overrides what it does in another way, and is registered by a `StrategySpec`.
+    Each engine is a subclass, which overrides what it does in another way; a `StrategySpec` registers it.
     This class trains full, ordinary tensors with PyTorch's optimizers, in one process. Every subclass passes
     the suite in `accel_plugins.testing`.
 
@@ -348,14 +313,15 @@ class Strategy:
         mesh: The device mesh, if it has several axes.
         fsdp_version: The version of FSDP that shards its models: 2 for `fully_shard`; `None` for neither.
         compiles_in_place: Whether the unwrapped model is compiled instead of its wrapper.
+        owns_forward: Whether calls of prepared models, in training mode with gradients enabled, run through
+            `train_step`. `accelerator.backward(loss)` then computes nothing, and only accepts a loss that
+            such a call has returned.
         calls_forward: Whether `train_step` calls the model's own `forward`, as it is when models are wrapped.
         generators: Random number generators of the engine, for checkpoints.
         replicas: Groups of processes that train copies of the model, of which any may die.
-        train_step: Runs forward and backward of an engine that owns both: see `TrainStep`.
         split_sequences: Returns a context in which every rank has a shard of each sequence: called as
             `split_sequences(buffers, buffer_seq_dims, no_restore_buffers)`.
         shard_sequences: Shards the sequences of a batch, where loaders do that.
-        discard: Drops the gradients of an optimizer, where an engine has some outside of `.grad`.
         after_micro_batch: Called after every backward pass that does not complete an accumulation window.
         after_step: Called after every optimizer step. Both hooks serve devices that record operations and
             execute them on request.
@@ -374,15 +340,10 @@ class Strategy:
     mesh: DeviceMesh | None = None
     fsdp_version: int | None = None
     compiles_in_place: bool = False
+    owns_forward: bool = False
     calls_forward: bool = False
     generators: Generators | None = None
     replicas: Replicas | None = None
-    train_step: TrainStep | None = None
-    split_sequences: Callable[..., AbstractContextManager[None]] | None = None
-    shard_sequences: Callable[[Any], Any] | None = None
-    discard: Callable[[Any], None] | None = None
-    after_micro_batch: Callable[[], None] | None = None
-    after_step: Callable[[], None] | None = None
 
     def __init__(
         self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
@@ -392,6 +353,10 @@ class Strategy:
         self.runtime, self.precision = runtime, precision
         self.sharding = BatchSharding(num_shards=topology.world_size, shard_index=topology.rank)
         self.states = States()
+        self.split_sequences: Callable[..., AbstractContextManager[None]] | None = None
+        self.shard_sequences: Callable[[Any], Any] | None = None
+        self.after_micro_batch: Callable[[], None] | None = None
+        self.after_step: Callable[[], None] | None = None
 
     def require(self, feature: Feature, what: str) -> None:
         """Raise unless a feature is offered.
@@ -412,6 +377,22 @@ class Strategy:
 
     def release(self) -> None:
         """Release the references to prepared objects."""
+
+    def adapt_loader(self, loader: Any) -> Any:
+        """Return a loader of this rank's shards of sequences, for one that is not prepared.
+
+        Raises:
+            SettingsError: The engine reads prepared loaders only.
+        """
+        raise SettingsError(
+            f"deepspeed_ulysses_dl_adapter(): {type(loader).__name__} is not prepared, and adapting it "
+            "needs DeepSpeed. Pass it to prepare() first."
+        )
+
+    def engine_of(self, model: nn.Module) -> Any:
+        """Return the engine that trains a model; `None` if there is none."""
+        del model
+        return None
 
     # Models.
 
@@ -464,6 +445,33 @@ class Strategy:
         if self.precision.scaler is not None:
             loss = self.precision.scale(loss)
         loss.backward(**kwargs)
+
+    def train_step(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        accumulation: int,
+        sync: bool,
+    ) -> Any:
+        """Add the gradients of `loss / accumulation` of one micro-batch to the parameters.
+
+        Called on every rank, if the strategy `owns_forward`.
+
+        Args:
+            model: The model as wrapped by the strategy.
+            forward: The model's own `forward`, bound.
+            args: Positional arguments of the model call.
+            kwargs: Keyword arguments of the model call.
+            accumulation: Number of micro-batches that make one optimizer step.
+            sync: Whether this micro-batch ends the accumulation window.
+
+        Returns:
+            The result of the model call: the loss, or a structure with the loss in it, the same on all ranks.
+        """
+        raise NotImplementedError
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Leave gradients local in backward passes within; the next one outside reduces their sum."""

@@ -129,12 +129,13 @@ class States:
     This class serves strategies whose ranks have full, ordinary tensors. Where ranks have shards,
     `is_sharded` is true, and `accel_plugins.sharding.shards.ShardedStates` gathers full states from them.
 
-    A sharded state dict has a `DTensor` for each sharded tensor; any other tensor is replicated. Names have no
-    prefixes of wrappers, so that strategies load each other's checkpoints.
+    A sharded state dict has a `DTensor` for each sharded tensor; any other tensor is replicated. Names have
+    no prefixes of wrappers, so that strategies load each other's checkpoints.
 
     Attributes:
         is_sharded: Whether ranks have shards, so that full states take collectives.
-        planners: Plan a rank's writes and reads of shards; PyTorch's, for plain tensors and DTensors, if `None`.
+        planners: Plan a rank's writes and reads of shards; PyTorch's, for plain tensors and DTensors, if
+            `None`.
     """
 
     is_sharded: ClassVar[bool] = False

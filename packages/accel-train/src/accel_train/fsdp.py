@@ -35,10 +35,10 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
     if not accelerator.is_fsdp2:
         raise UnsupportedError(f"fsdp2_prepare_model(): the strategy is {strategy.name!r}, not 'fsdp2'.")
     bundle = Bundle(models=[model])
-    strategy.wrapper.check(bundle)
+    strategy.check(bundle)
     options = replacements(accelerator)
     options.pop("shard", None)  # the replacement itself may call this function
-    return strategy.wrapper.wrap(bundle, **options).models[0]
+    return strategy.wrap(bundle, **options).models[0]
 
 
 def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:

@@ -174,7 +174,7 @@ def bind_backward(
     strategy: Strategy, engine: EngineCalls | None, hook: Callable[[], None] | None
 ) -> Callable[..., None]:
     """Return the backward function; `hook` is called after backward passes that do not end a window."""
-    backward = strategy.stepper.backward if engine is None else engine.backward
+    backward = strategy.backward if engine is None else engine.backward
     if hook is None:
         return backward
 
@@ -186,10 +186,11 @@ def bind_backward(
     return with_hook
 
 
-def bind_step(
-    step: Callable[..., bool | Tensor], hooks: Sequence[Callable[[], None] | None]
-) -> Callable[..., bool | Tensor]:
+def bind_step(strategy: Strategy, hooks: Sequence[Callable[[], None] | None]) -> Callable[..., bool | Tensor]:
     """Return an optimizer step function that calls hooks after each step."""
+    step = strategy.step
+    if getattr(step, "__func__", None) is Strategy.step:
+        step = strategy.precision.step  # the same, without a call in between
     calls = [hook for hook in hooks if hook is not None]
     if not calls:
         return step
@@ -473,7 +474,7 @@ class LocalSGD:
     def __enter__(self) -> Self:
         """Keep gradients local."""
         if self.enabled:
-            self._stack.enter_context(self._parts.strategy.stepper.no_sync(self.model))
+            self._stack.enter_context(self._parts.strategy.no_sync(self.model))
             self._stack.enter_context(self._parts.items.count_locally())
         return self
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +30,17 @@ from accel_plugins.deepspeed.strategy import accumulation_of, check_request, con
 from accel_plugins.fp8.recipe import plain_tensor
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.kwargs import DataLoaderConfiguration, GradientAccumulationPlugin
+from accel_plugins.megatron import strategy as megatron
 from accel_plugins.megatron.data import MegatronLMDummyScheduler, with_all_micro_batches
 from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_plugins.megatron.strategy import MegatronRun, MegatronWrapper, batch_sharding, groups_of
+from accel_plugins.megatron.strategy import batch_sharding, groups_of
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.precision import EnginePrecision
 from accel_plugins.sharding.folder import ShardWriter
-from accel_plugins.sharding.state import INDEX_NAME, ShardedStates, StateForm, shard_file
-from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPolicy, Strategy, StrategySpec
-from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_materialised
+from accel_plugins.sharding.state import INDEX_NAME, StateForm, shard_file
+from accel_plugins.strategy import Bundle, Feature, PrecisionPolicy, Strategy, StrategySpec
+from accel_plugins.unsharded import States, check_materialised
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 from accel_state.torch_private import DTensorSpec, TensorMeta, tree_leaves
@@ -77,71 +76,50 @@ def record_strategies(
             make = load(name) if is_real else partial(_fake_strategy, recorder, name)
             with recorder.on_real_tensors():  # Meshes need real values.
                 built = make(settings, runtime, precision, handlers)
-            recorder.strategy = _describe(name, built, handlers, built.precision or precision)
-            wrapper = RecordedWrapper(recorder=recorder, inner=built.wrapper, shards=is_real)
-            stepper: Any = RecordedStepper(recorder=recorder, inner=built.stepper, communicates=is_real)
-            return replace(built, wrapper=wrapper, stepper=stepper)
+            recorder.strategy = _describe(name, built, handlers)
+            _record(recorder, built, is_real=is_real)
+            return built
 
         return build
 
     return load_recorded
 
 
-@frozen
-class RecordedWrapper:
-    """Model wrapper that records which models are prepared."""
+def _record(recorder: CollectiveRecorder, strategy: Any, *, is_real: bool) -> None:
+    """Record which models a strategy prepares, and when it would all-reduce gradients.
 
-    recorder: CollectiveRecorder
-    inner: Any
-    shards: bool
+    `is_real`: it shards models and communicates by itself, so that the recorder sees it anyway.
+    """
+    check, wrap, backward, step = strategy.check, strategy.wrap, strategy.backward, strategy.step
 
-    def check(self, bundle: Bundle) -> None:
-        with self.recorder.silence():
-            self.inner.check(bundle)
+    def check_silently(bundle: Bundle) -> None:
+        with recorder.silence():
+            check(bundle)
 
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+    def wrap_recorded(bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         if bundle.models and not evaluation:
-            self.recorder.record("prepare")
-        with self.recorder.silence():
-            wrapped = self.inner.wrap(bundle, evaluation=evaluation)
+            recorder.record("prepare")
+        with recorder.silence():
+            wrapped = wrap(bundle, evaluation=evaluation)
         if wrapped.models and not evaluation:
-            self.recorder.track(wrapped.models, sharded=self.shards)
+            recorder.track(wrapped.models, sharded=is_real)
         return wrapped
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return self.inner.unwrap(model)
+    def backward_recorded(loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        if sync and not is_real:
+            recorder.record("backward")
+        backward(loss, accumulation=accumulation, sync=sync, **kwargs)
 
-
-@frozen
-class RecordedStepper:
-    """Stepper that records when gradients would be all-reduced.
-
-    Args:
-        communicates: Whether it communicates by itself, so that the recorder sees it anyway.
-    """
-
-    recorder: CollectiveRecorder
-    inner: Any
-    communicates: bool
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
-        if sync and not self.communicates:
-            self.recorder.record("backward")
-        self.inner.backward(loss, accumulation=accumulation, sync=sync, **kwargs)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self.inner.no_sync(model) if self.communicates else contextlib.nullcontext()
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        with self.recorder.stepping(optimizer):
-            if self.communicates:
+    def step_recorded(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        with recorder.stepping(optimizer):
+            if is_real:
                 with step_on_local_shards(optimizer):
-                    return self.inner.step(optimizer, closure)
+                    return step(optimizer, closure)
             optimizer.step()
         return True
+
+    strategy.check, strategy.wrap = check_silently, wrap_recorded
+    strategy.backward, strategy.step = backward_recorded, step_recorded
 
 
 ELEMENTWISE = frozenset(
@@ -204,12 +182,10 @@ def _like(value: Any, full: Any) -> Any:
     return DTensor(value, spec, requires_grad=False)  # pyright: ignore[reportCallIssue] - as in `shard_like`
 
 
-def _describe(
-    name: str, strategy: Strategy, handlers: Mapping[type, Any], precision: PrecisionPolicy
-) -> SelectedStrategy:
+def _describe(name: str, strategy: Strategy, handlers: Mapping[type, Any]) -> SelectedStrategy:
     axes: dict[str, int] = {}
-    if isinstance(strategy.wrapper, FakeMegatron):
-        axes = {**strategy.wrapper.real.groups.axes}
+    if isinstance(strategy, FakeMegatron):
+        axes = {**strategy.groups.axes}
     elif strategy.mesh is not None:
         axes = dict(zip(strategy.mesh.mesh_dim_names or (), strategy.mesh.shape, strict=True))
         if (config := handlers.get(ParallelismConfig)) is not None and config.ep_enabled:
@@ -217,7 +193,7 @@ def _describe(
     offloads = name == "fsdp2" and isinstance(_fsdp_plugin(handlers).cpu_offload, CPUOffloadPolicy)
     counted_as = "" if name in REAL else _COUNTED.get(name, _as_ddp)(handlers)
     return SelectedStrategy(
-        name=name, counted_as=counted_as, axes=axes, offloaded=offloads, precision=precision.name
+        name=name, counted_as=counted_as, axes=axes, offloaded=offloads, precision=strategy.precision.name
     )
 
 
@@ -286,51 +262,18 @@ def _fake_strategy(
     precision: PrecisionPolicy,
     handlers: Mapping[type, Any],
 ) -> Strategy:
-    del settings
-    topology = runtime.topology
-    shards: Any = Sharded(saved=form_of(_fsdp_plugin(handlers))) if name == "fsdp1" else None
-    plain = Strategy(
-        name=name,
-        wrapper=UnchangedWrapper(),
-        stepper=TorchStepper(precision=precision),
-        persister=ReplicatedPersister(),
-        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
-        features=frozenset(Feature),
-        shards=shards,
-    )
     if name == "megatron":
-        return _fake_megatron(recorder, plain, runtime, handlers)
-    if name != "deepspeed":
-        return plain
-    plugin = _deepspeed_plugin(handlers)
-    plugin.set_mixed_precision(precision.name)
-    engine_precision: Any = EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type)
-    stage = int(plugin.get_value("zero_optimization.stage", 0))
-    shards = Sharded(
-        saved=StateForm.NATIVE, stage=stage, width=MASTER if engine_precision.name == "no" else 2
-    )
-    loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
-    return replace(
-        plain,
-        wrapper=FakeDeepSpeed(
-            plugin=plugin,
-            configuration=partial(
-                configuration_of,
-                plugin,
-                world_size=topology.world_size,
-                accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
-                split_batches=loading.split_batches,
-            ),
-            on_buckets=partial(setattr, recorder, "buckets"),
-        ),
-        stepper=TorchStepper(precision=engine_precision),
-        precision=engine_precision,
-        shards=shards,
-    )
+        return FakeMegatron(recorder, settings, runtime, precision, handlers)
+    if name == "deepspeed":
+        return FakeDeepSpeed(recorder, settings, runtime, precision, handlers)
+    plain = FakeStrategy(settings, runtime, precision, handlers)
+    plain.name = name
+    if name == "fsdp1":
+        plain.states = Sharded(form_of(_fsdp_plugin(handlers)))
+    return plain
 
 
-@frozen
-class Sharded:
+class Sharded(States):
     """The sharding of checkpoints by a strategy whose own code does not run in the check.
 
     Args:
@@ -339,17 +282,20 @@ class Sharded:
         width: Bytes of an element of DeepSpeed's weights.
     """
 
-    saved: StateForm
-    stage: int | None = None
-    width: int = MASTER
+    is_sharded = True
+
+    def __init__(self, saved: StateForm, stage: int | None = None, width: int = MASTER) -> None:
+        self.saved, self.stage, self.width = saved, stage, width
 
     def form(self) -> StateForm:
         """Return the form that `save_state` would write."""
         return self.saved
 
 
-class UnchangedWrapper:
-    """Model wrapper that leaves models as they are."""
+class FakeStrategy(Strategy):
+    """Strategy that leaves models as they are."""
+
+    features = frozenset(Feature)
 
     def check(self, bundle: Bundle) -> None:
         del bundle
@@ -358,21 +304,33 @@ class UnchangedWrapper:
         del evaluation
         return bundle
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
-
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The element types of engines by the name of their precision."""
 
 
-@frozen
-class FakeDeepSpeed:
+class FakeDeepSpeed(FakeStrategy):
     """Fake of DeepSpeed's engine: it fills and checks the configuration, and casts the model."""
 
-    plugin: DeepSpeedPlugin
-    configuration: Callable[[nn.Module, Bundle], dict[str, Any]]
-    on_buckets: Callable[[Buckets], None]
+    name = "deepspeed"
+
+    def __init__(self, recorder: CollectiveRecorder, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        _, runtime, precision, handlers = arguments
+        self.plugin = plugin = _deepspeed_plugin(handlers)
+        plugin.set_mixed_precision(precision.name)
+        self.precision = EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type)
+        stage = int(plugin.get_value("zero_optimization.stage", 0))
+        self.states = Sharded(StateForm.NATIVE, stage, MASTER if self.precision.name == "no" else 2)
+        loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
+        self.configuration = partial(
+            configuration_of,
+            plugin,
+            world_size=runtime.topology.world_size,
+            accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
+            split_batches=loading.split_batches,
+        )
+        self.recorder = recorder
 
     def check(self, bundle: Bundle) -> None:
         check_materialised(bundle)
@@ -383,7 +341,7 @@ class FakeDeepSpeed:
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         if not bundle.models or evaluation:
             return bundle
-        self.on_buckets(buckets_of(self.configuration(bundle.models[0], bundle)))
+        self.recorder.buckets = buckets_of(self.configuration(bundle.models[0], bundle))
         dtype = DTYPES.get(self.plugin.mixed_precision)
         models = [model if dtype is None else model.to(dtype) for model in bundle.models]
         optimizers: list[Any] = [
@@ -414,40 +372,33 @@ def buckets_of(configuration: dict[str, Any]) -> Buckets:
     return Buckets(**{name: int(zero[key]) for name, key in _BUCKET_KEYS.items() if key in zero})
 
 
-def _fake_megatron(
-    recorder: CollectiveRecorder, plain: Strategy, runtime: Runtime, handlers: Mapping[type, Any]
-) -> Strategy:
-    plugin, topology = _megatron_plugin(handlers), runtime.topology
-    plugin.set_mixed_precision(AcceleratorState().mixed_precision)
-    groups = groups_of(plugin, topology.world_size, topology.rank)
-    real = MegatronWrapper(runtime=runtime, plugin=plugin, precision="no", run=MegatronRun(), groups=groups)
-    wrapper = FakeMegatron(real=real, on_elements=partial(setattr, recorder, "on_rank"))
-    return replace(plain, wrapper=wrapper, sharding=batch_sharding(plugin, groups))
-
-
-@frozen
-class FakeMegatron:
+class FakeMegatron(FakeStrategy):
     """Fake of Megatron's engine with its checks: models stay unsharded."""
 
-    real: MegatronWrapper
-    on_elements: Callable[[int], None]
+    name = "megatron"
+
+    def __init__(self, recorder: CollectiveRecorder, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        _, runtime, _, handlers = arguments
+        self.plugin = _megatron_plugin(handlers)
+        self.plugin.set_mixed_precision(AcceleratorState().mixed_precision)
+        self.groups = groups_of(self.plugin, runtime.topology.world_size, runtime.topology.rank)
+        self.sharding = batch_sharding(self.plugin, self.groups)
+        self.recorder = recorder
 
     def check(self, bundle: Bundle) -> None:
-        self.real.check(bundle)
+        megatron.check_request(self.plugin, self.groups, bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         del evaluation
-        plugin, groups = self.real.plugin, self.real.groups
+        plugin, groups = self.plugin, self.groups
         if plugin.custom_model_provider_function is None:
             for model in bundle.models:
                 last = plugin.decoder_last_pipeline_num_layers
                 stages = stage_elements(model, groups.tensor, groups.pipeline, last=last)
-                self.on_elements(stages[groups.pipeline_rank])
+                self.recorder.on_rank = stages[groups.pipeline_rank]
         loaders = [with_all_micro_batches(loader, plugin) for loader in bundle.dataloaders]
         return _with_real_schedulers(replace(bundle, dataloaders=loaders), MegatronLMDummyScheduler)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
 
 
 def _with_real_schedulers(bundle: Bundle, placeholder: type[Any]) -> Bundle:
@@ -474,7 +425,7 @@ def files_of(
 
     Small files count as 0 bytes. Of models that are cut into stages, `full_models` are the full ones.
     """
-    prepared, shards = run.prepared, run.strategy.shards
+    prepared, shards = run.prepared, run.strategy.states
     sharded = shards if isinstance(shards, Sharded) else None
     if sharded is not None and sharded.stage is not None:
         yield from _engine_files(run, sharded.stage, sharded.width)
@@ -499,7 +450,11 @@ def _state_files(
         if form is StateForm.FULL:
             yield names[form], nbytes, nbytes
         else:
-            planned = 0 if estimated else ShardWriter({"state": shards()}, rank, run.strategy.planners).nbytes
+            planned = (
+                0
+                if estimated
+                else ShardWriter({"state": shards()}, rank, run.strategy.states.planners).nbytes
+            )
             shard_nbytes = nbytes // ranks if estimated else planned
             yield f"{names[form]}/{shard_file(rank)}", shard_nbytes, nbytes
             if run.commits:
@@ -510,7 +465,7 @@ def _states(
     run: CheckpointContext, full_models: Mapping[nn.Module, nn.Module], safe: bool
 ) -> Iterator[tuple[Mapping[StateForm, str], int, Callable[[], Any]]]:
     """Yield the name by form, the bytes, and this rank's shards of each model and optimizer."""
-    models, shards = run.prepared.models, cast("ShardedStates", run.strategy.shards)
+    models, shards = run.prepared.models, run.strategy.states
     for index, model in enumerate(models):
         names = {
             StateForm.FULL: layout.weights_name(index, safe=safe),

@@ -83,8 +83,7 @@ def _record_prepare(recorder: TrainingRecorder) -> None:
             strategy = load(spec)(*args)
             recorder.record_strategy(strategy)
             if recorder.joins:
-                sharding = BatchSharding(num_shards=recorder.record.shards, shard_index=0)
-                strategy = replace(strategy, sharding=sharding)
+                strategy.sharding = BatchSharding(num_shards=recorder.record.shards, shard_index=0)
             return strategy
 
         return build

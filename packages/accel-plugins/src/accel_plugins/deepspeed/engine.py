@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from accel_ops.modules import without_compiler
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from accel_plugins.strategy import Optimizers, Parameters
+    pass
 
 
 @final

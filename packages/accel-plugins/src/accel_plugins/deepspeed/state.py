@@ -357,7 +357,7 @@ class DeepSpeedStates(States):
         self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save
     ) -> None:
         """Write the engine's native checkpoint, which includes the optimizer."""
-        owner = self.strategy.owner_of(model)
+        owner = self.strategy.engine_of(model)
         if owner is None:
             if self.strategy.runtime.topology.is_main:
                 write(super().full_state_dict(model), directory / f"{folder_name(index)}.bin")
@@ -372,7 +372,7 @@ class DeepSpeedStates(States):
 
     def load_native(self, model: nn.Module, directory: Path, index: int) -> None:
         """Load a native checkpoint, written with any sharding."""
-        owner = self.strategy.owner_of(model)
+        owner = self.strategy.engine_of(model)
         if owner is None:
             path = directory / f"{folder_name(index)}.bin"
             super().load_full_state_dict(model, torch.load(path, map_location="cpu", weights_only=True))
@@ -455,7 +455,7 @@ class DeepSpeedStates(States):
         return EngineState(self.strategy.wrapper.engine, self.strategy.wrapper.groups)
 
     def _state_of(self, model: nn.Module) -> EngineState | None:
-        owner = self.strategy.owner_of(model)
+        owner = self.strategy.engine_of(model)
         if owner is not None:
             return EngineState(owner.engine, owner.groups)
         core = extract_model_from_parallel(model, keep_torch_compile=False)

@@ -250,7 +250,18 @@ class DeepSpeedStrategy(Strategy):
         if self.sequences is not None:
             self.sequences.release()
 
-    def owner_of(self, model: nn.Module) -> DeepSpeedEngineWrapper | None:
+    def adapt_loader(self, loader: Any) -> Any:
+        mesh: Any = self.mesh
+        sequences = mesh["sp"]
+        return ds_module("runtime.sequence_parallel.ulysses_sp").UlyssesSPDataLoaderAdapter(
+            loader,
+            sp_rank=sequences.get_local_rank(),
+            sp_group=sequences.get_group(),
+            sp_world_size=sequences.size(),
+            device=self.runtime.device,
+        )
+
+    def engine_of(self, model: nn.Module) -> DeepSpeedEngineWrapper | None:
         """Return the engine of a model if it is the trained one, else `None`."""
         wrapper, inner = self._wrapper, without_compiler(model)
         is_own = wrapper is not None and inner in {wrapper.engine, wrapper.engine.module}
@@ -264,7 +275,7 @@ class DeepSpeedStrategy(Strategy):
         self.wrapper.backward(loss, sync_gradients=sync, scale_wrt_gas=False, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        owner = self.owner_of(model)
+        owner = self.engine_of(model)
         return nullcontext() if owner is None else owner.accumulate_without_step()
 
     def join(

@@ -180,6 +180,7 @@ class Fsdp1Strategy(Strategy):
     def join(
         self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
     ) -> AbstractContextManager[None]:
+        del joinables, divide_by_initial_world_size
         raise UnsupportedError("FSDP1 cannot train on batches that run out earlier on some ranks.")
 
     def clip_grad_norm(

@@ -78,11 +78,12 @@ class Fsdp2Strategy(ShardedStrategy):
             tensor = TensorParallel(mesh=axes.tensor, ignores_experts=experts is not None)
         stages = [stage for stage in (tensor, experts, full) if stage is not None]
         # 2. Shard sequences, too, with context or sequence parallelism.
-        self.split_sequences, self.ulysses = sequences_of(axes)
-        sequences = [stage for stage in (self.split_sequences, self.ulysses) if stage is not None]
-        if self.ulysses is not None:
-            self.shard_sequences = self.ulysses.shard
-        self.stages, self.validators = stages, [stage.validate for stage in (*stages, *sequences)]
+        context, ulysses = sequences_of(axes)
+        self.sequences = [stage for stage in (context, ulysses) if stage is not None]
+        self.split_sequences, self.ulysses = context, ulysses
+        if ulysses is not None:
+            self.shard_sequences = ulysses.shard
+        self.stages, self.validators = stages, [stage.validate for stage in (*stages, *self.sequences)]
         # 3. Set where sharded parameters are, and which ranks read which batches.
         if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
             self.parameters_on = torch.device("cpu")
@@ -92,9 +93,8 @@ class Fsdp2Strategy(ShardedStrategy):
         self.states = ShardedStates(runtime.device, partial(form_of, plugin))
 
     def prepare_sequences(self, model: nn.Module) -> None:
-        for sequences in (self.split_sequences, self.ulysses):
-            if sequences is not None:
-                sequences.prepare(model)
+        for sequences in self.sequences:
+            sequences.prepare(model)
 
     def release(self) -> None:
         if self.ulysses is not None:

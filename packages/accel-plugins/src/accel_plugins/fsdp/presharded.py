@@ -37,7 +37,6 @@ class PreshardedStrategy(ShardedStrategy):
 
     Args:
         model: A model with `DTensor`s among its parameters, on every rank.
-        settings: The settings of the run.
         runtime: The run.
         precision: The run's precision.
         handlers: The plugins of the run, which must not contradict the model.
@@ -51,12 +50,11 @@ class PreshardedStrategy(ShardedStrategy):
     def __init__(
         self,
         model: nn.Module,
-        settings: Settings,
         runtime: Runtime,
         precision: PrecisionPolicy,
         handlers: Mapping[type, Any],
     ) -> None:
-        super().__init__(settings, runtime, precision, handlers)
+        super().__init__(Settings(), runtime, precision, handlers)
         self._data_mesh = data_mesh(model)
         indices, self.sharding = _sharding(model, self._data_mesh, runtime)
         _check_plugins(

@@ -110,6 +110,7 @@ class MegatronStrategy(Strategy):
     """Build this rank's stages and Megatron's optimizer; its engine computes gradients and steps."""
 
     name = "megatron"
+    owns_forward = True
     features = frozenset(
         {Feature.LOADERS_FROM_CONFIGURATION, Feature.NO_SYNC, Feature.OPTIMIZER_FROM_CONFIGURATION}
     )
@@ -147,61 +148,7 @@ class MegatronStrategy(Strategy):
 
     def check(self, bundle: Bundle) -> None:
         """Refuse models without a row, and sizes that the groups do not divide."""
-        fresh = [model for model in bundle.models if not isinstance(model, MegatronEngine)]
-        check_materialised(replace(bundle, models=fresh))
-        if len(bundle.optimizers) > 1 or len(fresh) > 1:
-            raise SettingsError(
-                f"prepare() got {len(fresh)} models and {len(bundle.optimizers)} optimizers: Megatron trains "
-                "one model with one optimizer."
-            )
-        if bundle.optimizers and not fresh:
-            raise SettingsError(
-                "prepare() got an optimizer without its model: Megatron builds both together, as in "
-                "prepare(model, optimizer)."
-            )
-        has_indexed = any(isinstance(loader, MegatronLMDummyDataLoader) for loader in bundle.dataloaders)
-        has_placeholder = any(isinstance(item, MegatronLMDummyScheduler) for item in bundle.schedulers)
-        checks.check_schedule(
-            self.plugin, has_optimizer=bool(bundle.optimizers), has_placeholder=has_placeholder
-        )
-        if bundle.optimizers and bundle.dataloaders:
-            checks.check_data_options(self.plugin, has_indexed=has_indexed, has_placeholder=has_placeholder)
-        for model in fresh:
-            for optimizer in bundle.optimizers:
-                self._check_optimizer(optimizer)
-            if self.plugin.custom_model_provider_function is None:
-                self._check_family(model, has_indexed=has_indexed)
-
-    def _check_family(self, model: Any, *, has_indexed: bool) -> None:
-        plugin, family = self.plugin, find_family(model)
-        kind, name = family.kind, family.name
-        checks.check_context(self.groups.context, kind, name)
-        checks.check_recompute(plugin, kind)
-        checks.check_token_loss(plugin, kind, name)
-        checks.check_sequence_lengths(plugin, kind, name)
-        if kind != "gpt":  # Only the ranks know whether decoders have TransformerEngine's layers.
-            checks.check_attention(plugin, kind, name, has_engine=False)
-        if has_indexed:
-            checks.check_indexed_data(plugin, kind, name)
-        family.check(model.config)
-        check_covered(model, family.weights(model.config))
-        positions = family.model_arguments(model).get("position_embedding_type")
-        checks.check_positions(plugin, positions, type(model).__name__)
-        checks.check_model(plugin, model_sizes(model.config, type(model).__name__))
-
-    def _check_optimizer(self, optimizer: object) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise UnsupportedError(
-                f"Megatron has no use for {type(optimizer).__name__}: prepare an optimizer of PyTorch."
-            )
-        optimizer_args(optimizer)
-        checks.check_offload(self.plugin, optimizer)
-        if self.plugin.custom_model_provider_function is not None and len(optimizer.param_groups) > 1:
-            raise SettingsError(
-                f"The optimizer has {len(optimizer.param_groups)} parameter groups: with "
-                "custom_model_provider_function Megatron does not know which parameters are in which; use "
-                "no_wd_decay_cond and scale_lr_cond of MegatronLMPlugin."
-            )
+        check_request(self.plugin, self.groups, bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Build the stages of a transformers model, and Megatron's optimizer from PyTorch's."""
@@ -401,6 +348,65 @@ class MegatronStrategy(Strategy):
         if not self.run.is_ready:
             self.run.is_ready = not self.engine.optimizer.prepare_grads()
         return self.run.is_ready
+
+
+def check_request(plugin: MegatronLMPlugin, groups: Groups, bundle: Bundle) -> None:
+    """Refuse models without a row, and sizes that the groups do not divide."""
+    fresh = [model for model in bundle.models if not isinstance(model, MegatronEngine)]
+    check_materialised(replace(bundle, models=fresh))
+    if len(bundle.optimizers) > 1 or len(fresh) > 1:
+        raise SettingsError(
+            f"prepare() got {len(fresh)} models and {len(bundle.optimizers)} optimizers: Megatron trains "
+            "one model with one optimizer."
+        )
+    if bundle.optimizers and not fresh:
+        raise SettingsError(
+            "prepare() got an optimizer without its model: Megatron builds both together, as in "
+            "prepare(model, optimizer)."
+        )
+    has_indexed = any(isinstance(loader, MegatronLMDummyDataLoader) for loader in bundle.dataloaders)
+    has_placeholder = any(isinstance(item, MegatronLMDummyScheduler) for item in bundle.schedulers)
+    checks.check_schedule(plugin, has_optimizer=bool(bundle.optimizers), has_placeholder=has_placeholder)
+    if bundle.optimizers and bundle.dataloaders:
+        checks.check_data_options(plugin, has_indexed=has_indexed, has_placeholder=has_placeholder)
+    for model in fresh:
+        for optimizer in bundle.optimizers:
+            _check_optimizer(plugin, optimizer)
+        if plugin.custom_model_provider_function is None:
+            _check_family(plugin, groups, model, has_indexed=has_indexed)
+
+
+def _check_family(plugin: MegatronLMPlugin, groups: Groups, model: Any, *, has_indexed: bool) -> None:
+    family = find_family(model)
+    kind, name = family.kind, family.name
+    checks.check_context(groups.context, kind, name)
+    checks.check_recompute(plugin, kind)
+    checks.check_token_loss(plugin, kind, name)
+    checks.check_sequence_lengths(plugin, kind, name)
+    if kind != "gpt":  # Only the ranks know whether decoders have TransformerEngine's layers.
+        checks.check_attention(plugin, kind, name, has_engine=False)
+    if has_indexed:
+        checks.check_indexed_data(plugin, kind, name)
+    family.check(model.config)
+    check_covered(model, family.weights(model.config))
+    positions = family.model_arguments(model).get("position_embedding_type")
+    checks.check_positions(plugin, positions, type(model).__name__)
+    checks.check_model(plugin, model_sizes(model.config, type(model).__name__))
+
+
+def _check_optimizer(plugin: MegatronLMPlugin, optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise UnsupportedError(
+            f"Megatron has no use for {type(optimizer).__name__}: prepare an optimizer of PyTorch."
+        )
+    optimizer_args(optimizer)
+    checks.check_offload(plugin, optimizer)
+    if plugin.custom_model_provider_function is not None and len(optimizer.param_groups) > 1:
+        raise SettingsError(
+            f"The optimizer has {len(optimizer.param_groups)} parameter groups: with "
+            "custom_model_provider_function Megatron does not know which parameters are in which; use "
+            "no_wd_decay_cond and scale_lr_cond of MegatronLMPlugin."
+        )
 
 
 @frozen

@@ -146,7 +146,7 @@ def descriptions(
 
 
 class PipelineStates(ShardedStates):
-    """State dicts of stages, under the names of the full model: this rank's part, or gathered from all stages.
+    """State dicts of stages, under the names of the full model: this rank's part, or gathered from all.
 
     Args:
         models: The names by cut model.

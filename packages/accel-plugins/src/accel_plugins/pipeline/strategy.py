@@ -44,7 +44,7 @@ class PipelineStrategy(ShardedStrategy):
     """Cut models into stages in place, and record the names of tensors of other ranks."""
 
     name = "pipeline"
-    calls_forward = True
+    owns_forward = calls_forward = True
     features = PLAIN_FEATURES - {
         Feature.CUSTOM_DEVICE_PLACEMENT,
         Feature.UNEVEN_INPUTS,
@@ -75,9 +75,11 @@ class PipelineStrategy(ShardedStrategy):
         tensor = None
         if axes.tensor is not None:
             tensor = TensorParallel(mesh=axes.tensor, ignores_experts=experts is not None)
-        self.split_sequences, self.ulysses = sequences_of(axes)
-        if self.ulysses is not None:
-            self.shard_sequences = self.ulysses.shard
+        context, ulysses = sequences_of(axes)
+        self.sequences = [stage for stage in (context, ulysses) if stage is not None]
+        self.split_sequences, self.ulysses = context, ulysses
+        if ulysses is not None:
+            self.shard_sequences = ulysses.shard
         self.names: Any = weakref.WeakKeyDictionary()
         self.models: PreparedPipelines = weakref.WeakKeyDictionary()
         cut = StageCutter(
@@ -92,7 +94,7 @@ class PipelineStrategy(ShardedStrategy):
             models=self.models,
         )
         self.stages = [stage for stage in (tensor, experts, cut) if stage is not None]
-        all_stages = (cut, tensor, experts, full, self.split_sequences, self.ulysses)
+        all_stages = (cut, tensor, experts, full, *self.sequences)
         self.validators = [stage.validate for stage in all_stages if stage is not None]
         # 3. Set where sharded parameters are, and which ranks read which batches.
         if full is not None:
@@ -114,9 +116,8 @@ class PipelineStrategy(ShardedStrategy):
         )
 
     def prepare_sequences(self, model: nn.Module) -> None:
-        for sequences in (self.split_sequences, self.ulysses):
-            if sequences is not None:
-                sequences.prepare(model)
+        for sequences in self.sequences:
+            sequences.prepare(model)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False, **_: Any) -> Bundle:
         """Cut the models, and keep this rank's part of the optimizers."""
@@ -208,143 +209,6 @@ def _full_sharding(
     if experts_mesh is not None:
         experts = ExpertParallel(mesh=experts_mesh, num_batches=mesh.size(), tensor=axes.tensor)
     return FullSharding(plugin=plugin, mesh=mesh, master_weights=precision.name != "no", experts=experts)
-
-
-PreparedPipelines = weakref.WeakKeyDictionary()
-        cut = StageCutter(
-            runtime=runtime,
-            precision=precision,
-            options=self.options,
-            group=self.group,
-            replicas=None if axes.losses is None else axes.losses.get_group(),
-            full=full,
-            is_tensor_parallel=tensor is not None,
-            names=self.names,
-            models=self.models,
-        )
-        self.stages = [stage for stage in (tensor, experts, cut) if stage is not None]
-        all_stages = (cut, tensor, experts, full, self.split_sequences, self.ulysses)
-        self.validators = [stage.validate for stage in all_stages if stage is not None]
-        # 3. Set where sharded parameters are, and which ranks read which batches.
-        if full is not None:
-            if isinstance(full.plugin.cpu_offload, CPUOffloadPolicy):
-                self.parameters_on = torch.device("cpu")
-            self.master_weights = None if precision.name == "no" else precision.name
-            self.only_main_has_values = bool(full.plugin.cpu_ram_efficient_loading)
-        self.mesh = axes.mesh
-        micro_batches = self.options.pp_num_microbatches or self.group.size()
-        self.sharding = replace(axes.sharding, micro_batches=micro_batches)
-        rank, per_stage = runtime.topology.rank, runtime.topology.world_size // self.group.size()
-        self.states = PipelineStates(
-            models=self.names,
-            group=self.group,
-            mesh=axes.mesh,
-            device=runtime.device,
-            form=(lambda: StateForm.FULL) if full is None else partial(form_of, full.plugin),
-            planners=TorchPlanners(writer=rank - rank % per_stage),  # the first rank of the stage
-        )
-
-    def prepare_sequences(self, model: nn.Module) -> None:
-        for sequences in (self.split_sequences, self.ulysses):
-            if sequences is not None:
-                sequences.prepare(model)
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False, **_: Any) -> Bundle:
-        """Cut the models, and keep this rank's part of the optimizers."""
-        cut = not evaluation or self.only_main_has_values
-        fresh = [model for model in map(without_compiler, bundle.models) if not self.remap.has(model)]
-        for model in fresh if cut else ():
-            self.names[model] = ModelNames.of(model, lay_out(model, self.options, self.group.size()))
-        for optimizer in bundle.optimizers:
-            for model, names in self.names.items():
-                names.add_parameters(model)  # cutting, moving or casting a model replaces its parameters
-                names.add_optimizer(optimizer, self.group)
-        return super().wrap(bundle, evaluation=evaluation)
-
-    def train_step(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        accumulation: int,
-        sync: bool,
-    ) -> Any:
-        """Run the schedule."""
-        del forward
-        prepared = self.models[without_compiler(model)]
-        output = prepared.pipeline.train(args, kwargs, accumulation=accumulation)
-        if sync:
-            add_shared_gradients(prepared)
-        return output
-
-    def clip_grad_norm(
-        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
-    ) -> Tensor:
-        """Clip gradients to a norm over all stages; parameters of several stages count once.
-
-        Stages may have no gradients, or others' dtypes: all reduce a float64 on the device of the run.
-        """
-        tensors = self.unscale(parameters, optimizers)
-        rank = dist.get_rank(self.group)
-        repeated = {
-            id(parameter)
-            for prepared in self.models.values()
-            for parameter, ranks in prepared.shared_parameters()
-            if rank != ranks[0]
-        }
-        gradients = [p.grad for p in tensors if p.grad is not None]
-        counted = [p.grad for p in tensors if p.grad is not None and id(p) not in repeated]
-        is_max = norm_type == float("inf")
-        with hang_monitor.collective_scope("clip_grad_norm_"):
-            norm = norm_of(counted, float(norm_type)).to(self.runtime.device, torch.float64)
-            power = norm if is_max else norm**norm_type
-            dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self.group)
-        norm = power if is_max else power ** (1.0 / norm_type)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parts in by_device(gradients):
-            torch._foreach_mul_(parts, factor.to(parts[0]))
-        return norm
-
-    def release(self) -> None:
-        self.models.clear()  # a prepared pipeline refers to its model, which would keep its own entry alive
-        if self.ulysses is not None:
-            self.ulysses.release()
-
-
-def _full_sharding(
-    axes: Axes, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> FullSharding | None:
-    """Return the FSDP2 sharding of stages, if there are axes or a plugin for it."""
-    plugin: FullyShardedDataParallelPlugin | None = handlers.get(FullyShardedDataParallelPlugin)
-    sizes = axes.config.sizes
-    replicas, shards = sizes["dp_replicate"], sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
-    is_sharded = shards > 1 or axes.config.ep_enabled
-    if plugin is None and not is_sharded and replicas == 1:
-        return None
-    if plugin is None:  # gathered once for all micro-batches
-        form = "SHARDED_STATE_DICT" if is_sharded else "FULL_STATE_DICT"
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, reshard_after_forward=False, state_dict_type=form
-        )
-    if plugin.version != 2:
-        raise SettingsError(
-            f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: "
-            "its axes go with fsdp_version=2 only."
-        )
-    plugin.set_mixed_precision(precision.name)
-    mesh, experts_mesh = axes.fully_sharded(runtime), axes.experts(runtime)
-    experts = None
-    if experts_mesh is not None:
-        experts = ExpertParallel(mesh=experts_mesh, num_batches=mesh.size(), tensor=axes.tensor)
-    return FullSharding(plugin=plugin, mesh=mesh, master_weights=precision.name != "no", experts=experts)
-
-
-def _release(models: PreparedPipelines, ulysses: Ulysses | None) -> None:
-    models.clear()  # a prepared pipeline refers to its model, which would keep its own entry alive
-    if ulysses is not None:
-        ulysses.release()
 
 
 PreparedPipelines = weakref.WeakKeyDictionary[nn.Module, "PreparedPipeline"]

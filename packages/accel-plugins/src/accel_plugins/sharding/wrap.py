@@ -176,6 +176,7 @@ class ShardedStrategy(Strategy):
     def join(
         self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
     ) -> AbstractContextManager[None]:
+        del joinables, divide_by_initial_world_size
         raise UnsupportedError(
             f"join(): under the strategy {self.name!r} every rank has parts of the parameters, so no rank "
             "can finish early. Use even_batches=True."

@@ -7,7 +7,7 @@ A third party tests a strategy in a few lines, on every rank of a process group 
     def test_my_strategy(tmp_path):  # under any test runner with several ranks
         runtime = PartialState(cpu=True).runtime
         check_strategy(StrategySubject(
-            make=lambda: my_package.build(Settings(), runtime, build_precision("no", runtime.device), {}),
+            make=lambda: MyStrategy(Settings(), runtime, build_precision("no", runtime.device), {}),
             runtime=runtime,
             directory=tmp_path,
         ))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from accel_plugins.sharding.state import StateForm
 from accel_plugins.strategy import Bundle, Feature, Strategy
 from accel_state.errors import AccelError
 from accel_state.frozen import frozen
@@ -50,7 +51,7 @@ def demand_equal(
 
 
 class Network(nn.Sequential):
-    """Two layers; called with targets, it returns its loss, as engines with a `train_step` need it."""
+    """Two layers; called with targets, it returns its loss, as engines that own the forward pass need it."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, TARGETS))
@@ -137,7 +138,7 @@ class PreparedRun:
     @property
     def core(self) -> nn.Module:
         """The unwrapped model."""
-        return self.strategy.wrapper.unwrap(self.model)
+        return self.strategy.unwrap(self.model)
 
     def backward(
         self, batch: tuple[Tensor, Tensor], *, accumulation: int = 1, sync: bool = True, items: int = 1
@@ -146,53 +147,55 @@ class PreparedRun:
 
         The loss, a mean, is multiplied with the number of `items`.
         """
-        if (train_step := self.strategy.train_step) is not None:
-            train_step(self.model, self.model.forward, batch, {}, accumulation=accumulation, sync=sync)
+        if self.strategy.owns_forward:
+            self.strategy.train_step(
+                self.model, self.model.forward, batch, {}, accumulation=accumulation, sync=sync
+            )
             return
         may_hold = Feature.NO_SYNC in self.strategy.features
-        with nullcontext() if sync or not may_hold else self.strategy.stepper.no_sync(self.model):
+        with nullcontext() if sync or not may_hold else self.strategy.no_sync(self.model):
             loss = loss_of(self.model, batch) * items
-            self.strategy.stepper.backward(loss, accumulation=accumulation, sync=sync)
+            self.strategy.backward(loss, accumulation=accumulation, sync=sync)
 
     def step(self) -> bool:
         """Step and clear the gradients; return whether the strategy stepped."""
-        stepped = bool(self.strategy.stepper.step(self.optimizer))
+        stepped = bool(self.strategy.step(self.optimizer))
         self.optimizer.zero_grad()
         return stepped
 
     def state(self) -> dict[str, Tensor]:
         """The full state dict on the CPU."""
-        return {
-            name: full(value) for name, value in self.strategy.persister.full_state_dict(self.model).items()
-        }
+        return {name: full(value) for name, value in self.strategy.states.full_state_dict(self.model).items()}
 
     def save_full(self, folder: Path, *, keep: bool) -> None:
         """Save the full states on the rank with `keep`."""
-        persister = self.strategy.persister
-        weights = persister.full_state_dict(self.model, keep=keep)
-        optimizer = persister.full_optimizer_state(self.optimizer, [self.model], keep=keep)
+        states = self.strategy.states
+        weights = states.full_state_dict(self.model, keep=keep)
+        optimizer = states.full_optimizer_state(self.optimizer, [self.model], keep=keep)
         if keep:
             torch.save([weights, optimizer], folder / "full.bin")
 
     def load_full(self, folder: Path) -> None:
         """Load the files of `save_full`."""
         weights, optimizer = torch.load(folder / "full.bin", map_location="cpu", weights_only=True)
-        self.strategy.persister.load_full_state_dict(self.model, weights)
-        self.strategy.persister.load_full_optimizer_state(self.optimizer, [self.model], optimizer)
+        self.strategy.states.load_full_state_dict(self.model, weights)
+        self.strategy.states.load_full_optimizer_state(self.optimizer, [self.model], optimizer)
+
+    @property
+    def has_native(self) -> bool:
+        """Whether the engine has files of its own."""
+        states = self.strategy.states
+        return states.is_sharded and states.form() is StateForm.NATIVE
 
     def save_native(self, folder: Path) -> None:
         """Save the strategy's native files, if it has any, as for two models and optimizers."""
-        for index in (0, 1):
-            if (native := self.strategy.native) is not None:
-                native.save_model(self.model, folder, index)
-                native.save_optimizer(self.optimizer, self.model, folder, index)
+        for index in (0, 1) if self.has_native else ():
+            self.strategy.states.save_native(self.model, folder, index)
 
     def load_native(self, folder: Path) -> None:
         """Load the files of `save_native`, the second model first."""
         for index in (1, 0):
-            if (native := self.strategy.native) is not None:
-                native.load_model(self.model, folder, index)
-                native.load_optimizer(self.optimizer, self.model, folder, index)
+            self.strategy.states.load_native(self.model, folder, index)
 
 
 def prepare(
@@ -200,8 +203,8 @@ def prepare(
 ) -> PreparedRun:
     """Check and wrap a model with its optimizer by a strategy."""
     bundle = Bundle(models=[model], optimizers=[make([*model.parameters()])])
-    strategy.wrapper.check(bundle)
-    bundle = strategy.wrapper.wrap(bundle)
+    strategy.check(bundle)
+    bundle = strategy.wrap(bundle)
     return PreparedRun(strategy, bundle.models[0], bundle.optimizers[0])
 
 
@@ -290,24 +293,24 @@ def unwrapping_undoes_wrapping(subject: StrategySubject) -> None:
     bundle = Bundle(
         models=[model], optimizers=[sgd([*model.parameters()])], dataloaders=["a", "b"], others=["c"]
     )
-    strategy.wrapper.check(bundle)
-    wrapped = strategy.wrapper.wrap(bundle)
+    strategy.check(bundle)
+    wrapped = strategy.wrap(bundle)
     demand(
         [*wrapped.dataloaders] == ["a", "b"] and [*wrapped.others] == ["c"],
         "wrap changed an object that it should pass through.",
     )
-    core = strategy.wrapper.unwrap(wrapped.models[0])
+    core = strategy.unwrap(wrapped.models[0])
     demand(core is model, "unwrap(wrap(model)) is not the model.")
-    full_names = [*strategy.persister.full_state_dict(wrapped.models[0])]
+    full_names = [*strategy.states.full_state_dict(wrapped.models[0])]
     own = [name for name in names if name in core.state_dict()]  # an engine may have parts on other ranks
     is_renamed = full_names != names or [*core.state_dict()] != own
     demand(not is_renamed, "wrap changed the names in the model's state dict.")
-    demand(strategy.wrapper.unwrap(core) is core, "unwrap changed a model that is not wrapped.")
-    again = strategy.wrapper.wrap(wrapped)
+    demand(strategy.unwrap(core) is core, "unwrap changed a model that is not wrapped.")
+    again = strategy.wrap(wrapped)
     demand(again.models[0] is wrapped.models[0], "wrap wrapped a model that was already wrapped.")
-    still = strategy.wrapper.wrap(Bundle(models=[frozen])).models[0]
+    still = strategy.wrap(Bundle(models=[frozen])).models[0]
     demand(
-        strategy.wrapper.unwrap(still) is frozen,
+        strategy.unwrap(still) is frozen,
         "unwrap(wrap(model)) is not a model without trainable parameters.",
     )
 
@@ -374,8 +377,8 @@ def clipping_by_norm_equals_one_process(subject: StrategySubject) -> None:
         right = problem.solve(1, sgd, clip).state_dict()
         trained = prepare(subject.make(), problem.model(), sgd)
         trained.backward(problem.shard(0))
-        stepper, parameters = trained.strategy.stepper, trained.model.parameters()
-        norm = stepper.clip_grad_norm(parameters, 0.05, norm_type, optimizers=[trained.optimizer])
+        parameters = trained.model.parameters()
+        norm = trained.strategy.clip_grad_norm(parameters, 0.05, norm_type, optimizers=[trained.optimizer])
         if norm is not None:
             demand_equal({"norm": full(norm)}, {"norm": norms[0]}, subject.tolerance, f"the {norm_type}-norm")
         trained.step()
@@ -387,7 +390,7 @@ def clipping_by_value_equals_one_process(subject: StrategySubject) -> None:
     problem = subject.problem()
     trained = prepare(subject.make(), problem.model(), sgd)
     trained.backward(problem.shard(0))
-    trained.strategy.stepper.clip_grad_value(trained.model.parameters(), 0.01, optimizers=[trained.optimizer])
+    trained.strategy.clip_grad_value(trained.model.parameters(), 0.01, optimizers=[trained.optimizer])
     trained.step()
 
     def clip(model: nn.Module) -> None:
@@ -401,10 +404,10 @@ def backward_passes_its_arguments_on(subject: StrategySubject) -> None:
     """Two backward passes through one retained graph give the gradients twice."""
     problem = subject.problem()
     trained = prepare(subject.make(), problem.model(), sgd)
-    with trained.strategy.stepper.no_sync(trained.model):
+    with trained.strategy.no_sync(trained.model):
         loss = loss_of(trained.model, problem.shard(0))
-        trained.strategy.stepper.backward(loss, accumulation=2, sync=False, retain_graph=True)
-        trained.strategy.stepper.backward(loss, accumulation=2, sync=False)
+        trained.strategy.backward(loss, accumulation=2, sync=False, retain_graph=True)
+        trained.strategy.backward(loss, accumulation=2, sync=False)
     local = gradients(trained.core)
     if are_full(local):
         demand_equal(local, gradients_alone(problem), subject.tolerance, "the gradients of two passes")
@@ -449,11 +452,11 @@ def saved_state_is_loaded(subject: StrategySubject) -> None:
     before = trained.state()
     one_by_one = {
         name: full(value)
-        for part in trained.strategy.persister.iter_full_state_dict(trained.model)
+        for part in trained.strategy.states.iter_full_state_dict(trained.model)
         for name, value in part.items()
     }
     demand_equal(one_by_one, before, 0.0, "the state dict in parts")
-    loads = [PreparedRun.load_full, *([] if trained.strategy.native is None else [PreparedRun.load_native])]
+    loads = [PreparedRun.load_full, *([PreparedRun.load_native] if trained.has_native else [])]
     trained.save_full(folder, keep=subject.runtime.topology.is_main)
     trained.save_native(folder)
     barrier()
@@ -475,7 +478,7 @@ def ranks_may_run_out_of_batches(subject: StrategySubject) -> None:
     """Within `join` ranks with more batches continue, and all end with the same parameters."""
     problem = subject.problem()
     trained = prepare(subject.make(), problem.model(), sgd)
-    with trained.strategy.stepper.join([trained.model]):
+    with trained.strategy.join([trained.model]):
         for step in range(problem.shard_index + 1):
             trained.backward(problem.shard(step))
             trained.step()
@@ -493,7 +496,7 @@ def ranks_may_run_out_of_batches(subject: StrategySubject) -> None:
 def evaluation_needs_no_training(subject: StrategySubject) -> None:
     """A model wrapped for evaluation computes the same as the plain model."""
     strategy, problem = subject.make(), subject.problem()
-    model = strategy.wrapper.wrap(Bundle(models=[problem.model()]), evaluation=True).models[0].eval()
+    model = strategy.wrap(Bundle(models=[problem.model()]), evaluation=True).models[0].eval()
     inputs, _ = problem.shard(0)
     with torch.no_grad():
         output, right = model(inputs), problem.model()(inputs.cpu())
@@ -505,7 +508,7 @@ def several_models_are_trained(subject: StrategySubject) -> None:
     strategy, problem = subject.make(), subject.problem()
     models = [problem.model(seed=0), problem.model(seed=1)]
     optimizers = [sgd([*model.parameters()]) for model in models]
-    bundle = strategy.wrapper.wrap(Bundle(models=models, optimizers=optimizers))
+    bundle = strategy.wrap(Bundle(models=models, optimizers=optimizers))
     pairs = [
         PreparedRun(strategy, model, optimizer)
         for model, optimizer in zip(bundle.models, bundle.optimizers, strict=True)
@@ -524,8 +527,8 @@ def several_models_are_trained(subject: StrategySubject) -> None:
 def a_model_may_stay_where_it_is(subject: StrategySubject) -> None:
     """A model that may not be placed is not moved."""
     strategy, problem = subject.make(), subject.problem()
-    bundle = strategy.wrapper.wrap(Bundle(models=[problem.model()], placements=[False]))
-    device_types = {p.device.type for p in strategy.wrapper.unwrap(bundle.models[0]).parameters()}
+    bundle = strategy.wrap(Bundle(models=[problem.model()], placements=[False]))
+    device_types = {p.device.type for p in strategy.unwrap(bundle.models[0]).parameters()}
     demand(device_types == {"cpu"}, f"a model that was to stay on the CPU is on {sorted(device_types)}.")
 
 

@@ -118,7 +118,7 @@ class ShardedReplicaStrategy(Fsdp2Strategy):
         _extend(self, settings.replicas)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False, **options: Any) -> Bundle:
-        """Shard models; `options` are those of `ShardedWrapper.wrap`."""
+        """Shard models; `options` are those of `ShardedStrategy.wrap`."""
         known = [self.remap.has(without_compiler(model)) for model in bundle.models]
         bundle = super().wrap(bundle, evaluation=evaluation, **options)
         if evaluation:

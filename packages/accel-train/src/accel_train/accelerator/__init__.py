@@ -21,7 +21,7 @@ from accel_ops import collectives, pad, weights
 from accel_ops.modules import extract_model_from_parallel
 from accel_ops.tree import local_part
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE
-from accel_plugins import deepspeed, sharding
+from accel_plugins import sharding
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.fp8.recipe import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs, build_recipe
 from accel_plugins.full_parameters import FullParameters
@@ -319,9 +319,9 @@ class Accelerator(RankMethods):
         meter = None
         if log_system_metrics:
             meter = accel_train.profiling.StepMeter(gradient_state, prepared, runtime)
-        no_sync = None if runtime.topology.world_size == 1 else built.stepper.no_sync
+        no_sync = None if runtime.topology.world_size == 1 else built.no_sync
         synchronizer = Synchronizer(gradient_state, no_sync, prepared.optimizers)
-        engine = None if built.train_step is None else EngineCalls(built, gradient_state)
+        engine = EngineCalls(built, gradient_state) if built.owns_forward else None
         checkpoints = CheckpointContext(runtime, project, prepared, synchronizer, built, precision, recipe)
         preemption = build.start_preemption(checkpoints, self.save_state, variables)
         after_step = build.hooks_after_step(built, recipe, prepared, preemption)
@@ -336,7 +336,7 @@ class Accelerator(RankMethods):
             strategy=built,
             engine=engine,
             backward=bind_backward(built, engine, built.after_micro_batch),
-            step=bind_step(built.stepper.step, after_step),
+            step=bind_step(built, after_step),
             after_step=after_step,
             precision=precision,
             converter=None if recipe is None else RecipeApplier(recipe),
@@ -565,9 +565,7 @@ class Accelerator(RankMethods):
             >>> model is optimizer is None
             True
         """
-        release = self._parts.strategy.release
-        if release is not None:
-            release()
+        self._parts.strategy.release()
         self._parts.prepared.clear()
         self._parts.synchronizer.step = 0
         self._parts.items.close()
@@ -790,7 +788,7 @@ class Accelerator(RankMethods):
         with (
             parts.items.refuse("join_uneven_inputs()"),
             override_even_batches(parts.prepared.dataloaders, even_batches),
-            parts.strategy.stepper.join(inner),
+            parts.strategy.join(inner),
         ):
             yield
 
@@ -822,7 +820,7 @@ class Accelerator(RankMethods):
         _check_parameters(parameters, "clip_grad_norm_")
         optimizers = self._scaled_optimizers("clip_grad_norm_()")
         self._normalize_gradients()
-        return parts.strategy.stepper.clip_grad_norm(parameters, max_norm, norm_type, optimizers=optimizers)
+        return parts.strategy.clip_grad_norm(parameters, max_norm, norm_type, optimizers=optimizers)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp gradients; use instead of `torch.nn.utils.clip_grad_value_`.
@@ -841,7 +839,7 @@ class Accelerator(RankMethods):
         strategy.require(Feature.CLIP_GRAD_VALUE, what)
         optimizers = self._scaled_optimizers(what)
         self._normalize_gradients()
-        strategy.stepper.clip_grad_value(parameters, clip_value, optimizers=optimizers)
+        strategy.clip_grad_value(parameters, clip_value, optimizers=optimizers)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Divide gradients by the loss scale; only float16 has one.
@@ -1338,7 +1336,7 @@ class Accelerator(RankMethods):
         parts = self._parts
         commits = parts.checkpoints.commits
         parts.checkpoints.meet("save_model()")
-        tensors = parts.strategy.persister.iter_full_state_dict(model, keep=commits)
+        tensors = parts.strategy.states.iter_full_state_dict(model, keep=commits)
         if getattr(self.get_state_dict, "__func__", None) is not _GET_STATE_DICT:
             tensors = iter([self.get_state_dict(model)])  # overridden by the program
         try:
@@ -1420,7 +1418,7 @@ class Accelerator(RankMethods):
             keep=not to_main_only or self._parts.runtime.topology.is_main,
             is_reduced=to_main_only,
         )
-        iterate = partial(self._parts.strategy.persister.iter_full_parameters, model)
+        iterate = partial(self._parts.strategy.states.iter_full_parameters, model)
         if merge_adapters:
             tensors = sharding.adapters.iter_merged(model, request, iterate)
         else:
@@ -1444,7 +1442,7 @@ class Accelerator(RankMethods):
         self._parts.checkpoints.meet("get_state_dict()")
         if not unwrap:
             return model.state_dict()
-        state = self._parts.strategy.persister.full_state_dict(model, keep=self._parts.checkpoints.commits)
+        state = self._parts.strategy.states.full_state_dict(model, keep=self._parts.checkpoints.commits)
         return with_offloaded_weights(state, model)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -1628,8 +1626,7 @@ class Accelerator(RankMethods):
     def deepspeed_engine_wrapped(self) -> DeepSpeedEngineWrapper | None:
         """The wrapper of the first model's DeepSpeed engine; `None` without one."""
         models = self._parts.prepared.models
-        owner_of = getattr(self._parts.strategy.stepper, "owner_of", None)
-        return owner_of(models[0]) if owner_of is not None and models else None
+        return self._parts.strategy.engine_of(models[0]) if models else None
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
@@ -1746,23 +1743,7 @@ class Accelerator(RankMethods):
         if isinstance(dl, PreparedLoader):
             dl.shard_sequences = shard_sequences
             return dl
-        if parts.strategy.name != "deepspeed":
-            raise SettingsError(
-                f"deepspeed_ulysses_dl_adapter(): {type(dl).__name__} is not prepared, and adapting it "
-                "needs DeepSpeed. Pass it to prepare() first."
-            )
-        mesh: Any = parts.strategy.mesh
-        sequences = mesh["sp"]
-        adapter = deepspeed.library.ds_module(
-            "runtime.sequence_parallel.ulysses_sp"
-        ).UlyssesSPDataLoaderAdapter
-        return adapter(
-            dl,
-            sp_rank=sequences.get_local_rank(),
-            sp_group=sequences.get_group(),
-            sp_world_size=sequences.size(),
-            device=self.device,
-        )
+        return parts.strategy.adapt_loader(dl)
 
     def _rank_along(self, axis: str) -> int:
         mesh = self._parts.strategy.mesh
@@ -1894,7 +1875,7 @@ class Accelerator(RankMethods):
 
     def _clip_grad_norm_dtensor_aware(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip gradients, which may include DTensors, without unscaling them."""
-        return self._parts.strategy.stepper.clip_grad_norm(parameters, max_norm, norm_type)
+        return self._parts.strategy.clip_grad_norm(parameters, max_norm, norm_type)
 
     def _replaced_stages(self) -> dict[str, str]:
         """Return the stages of `prepare` whose method a program has replaced, as `{stage: method}`."""

@@ -177,7 +177,7 @@ def use_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> None:
         return
     parts.converter, parts.checkpoints.recipe = RecipeApplier(recipe), recipe
     parts.after_step = hooks_after_step(parts.strategy, recipe, parts.prepared, parts.preemption)
-    parts.step = bind_step(parts.strategy.stepper.step, parts.after_step)
+    parts.step = bind_step(parts.strategy, parts.after_step)
 
 
 def start_preemption(
@@ -380,10 +380,10 @@ def build_strategy(
     if ignores:
         precision = compute_in_float32(precision)
     strategy = load(spec)(settings, runtime, precision, handlers)
-    if ignores and strategy.precision is None:
+    if ignores and strategy.precision is precision:
         logger.warning_once(
             "mixed_precision='fp16' on the CPU computes in float32, as with Accelerate; 'bf16' is "
             "faster if the CPU has instructions for it. Pass kwargs_handlers=[GradScalerKwargs()] to "
             "compute in float16."
         )
-    return strategy, strategy.precision or precision
+    return strategy, strategy.precision

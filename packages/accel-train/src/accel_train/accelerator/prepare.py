@@ -23,10 +23,10 @@ from accel_ops.modules import (
     is_compiled_module,
     without_compiler,
 )
-from accel_plugins import deepspeed, sharding
+from accel_plugins import sharding
 from accel_plugins.fp8.recipe import Recipe
 from accel_plugins.kwargs import TilingKwargs, TorchDynamoPlugin
-from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler, StepPer, without_wrapper
+from accel_plugins.optimizer import AcceleratedScheduler, StepPer, without_wrapper
 from accel_plugins.strategy import Bundle, FromConfiguration
 from accel_plugins.unsharded import has_device_map, has_offloaded_parameters
 from accel_state.errors import SettingsError, UnsupportedError
@@ -36,7 +36,7 @@ from accel_state.logging import get_logger
 from accel_train.accelerator.presharded import adopt_sharded
 from accel_train.data.adapter import DataLoaderAdapter, PreparedLoader
 from accel_train.data.prepare import prepare_data_loader
-from accel_train.step import bind_step, is_lomo
+from accel_train.step import is_lomo
 
 if TYPE_CHECKING:
     from accel_train.accelerator import Accelerator
@@ -245,7 +245,7 @@ def _check(bundle: Bundle, request: PrepareRequest) -> Bundle:
     for argument in (*bundle.optimizers, *bundle.schedulers, *bundle.dataloaders):
         if isinstance(argument, FromConfiguration):
             request.parts.strategy.require(argument.feature, type(argument).__name__)
-    request.parts.strategy.wrapper.check(bundle)
+    request.parts.strategy.check(bundle)
     return bundle
 
 
@@ -320,10 +320,8 @@ def _tiles(bundle: Bundle, request: PrepareRequest) -> Bundle:
 
 
 def _sequences(bundle: Bundle, request: PrepareRequest) -> Bundle:
-    prepare = request.parts.strategy.prepare_for_split
-    if prepare is not None and not request.evaluation:
-        for model in bundle.models:
-            prepare(without_compiler(model))
+    for model in () if request.evaluation else bundle.models:
+        request.parts.strategy.prepare_sequences(without_compiler(model))
     return bundle
 
 
@@ -333,7 +331,7 @@ def _wrap(bundle: Bundle, request: PrepareRequest) -> Bundle:
     # Accelerate chooses the wrapper by this property; unsloth overrides it to keep models unwrapped.
     is_overridden = accelerator.distributed_type != accelerator.state.distributed_type
     unwrapped = request.evaluation or is_overridden
-    bundle = strategy.wrapper.wrap(bundle, evaluation=unwrapped, **replaced)
+    bundle = strategy.wrap(bundle, evaluation=unwrapped, **replaced)
     if engine is not None and not request.evaluation:
         for model in bundle.models:
             engine.route(model)
@@ -366,20 +364,13 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin, *, in_place: bool
 
 
 def _optimizers(bundle: Bundle, request: PrepareRequest) -> Bundle:
-    parts, wrap = request.parts, request.parts.strategy.wrap_optimizer
+    parts = request.parts
     parts.gradient_state.activate(parts.synchronizer.accumulation)  # which optimizers follow
-    if wrap is not None:
-
-        def engine(optimizer: Any, *, step: Callable[..., Any], discard: Any) -> AcceleratedOptimizer:
-            step = bind_step(step, parts.after_step)
-            return deepspeed.engine.DeepSpeedOptimizerWrapper(optimizer, step=step, discard=discard)
-
-        return replace(bundle, optimizers=tuple(wrap(optimizer, engine) for optimizer in bundle.optimizers))
     wrapped = tuple(
-        AcceleratedOptimizer(
+        parts.strategy.wrap_optimizer(
             optimizer,
-            move,
-            parts.precision.scaler,
+            device_placement=move,
+            scaler=parts.precision.scaler,
             step=parts.step,
             window=parts.items,
         )
@@ -433,10 +424,9 @@ def _dataloaders(bundle: Bundle, request: PrepareRequest) -> Bundle:
 def _schedulers(bundle: Bundle, request: PrepareRequest) -> Bundle:
     parts = request.parts
     known = [*parts.prepared.optimizers, *bundle.optimizers]
-    accelerator, wrap = request.accelerator, parts.strategy.wrap_scheduler
+    accelerator = request.accelerator
     wrapped = tuple(
-        (wrap and wrap(scheduler, known, deepspeed.engine.DeepSpeedSchedulerWrapper))
-        or AcceleratedScheduler(
+        parts.strategy.wrap_scheduler(
             scheduler,
             _optimizers_of(scheduler, known),
             step_with_optimizer=accelerator.step_scheduler_with_optimizer,

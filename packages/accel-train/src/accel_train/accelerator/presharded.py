@@ -57,13 +57,13 @@ def adopt_sharded(models: Sequence[nn.Module], accelerator: Accelerator) -> None
         handlers.get(GradScalerKwargs),  # pyright: ignore[reportArgumentType] - by its own type
         shared=True,
     )
-    strategy = fsdp.presharded.build(sharded[0], runtime, precision, handlers)
+    strategy = fsdp.presharded.PreshardedStrategy(sharded[0], runtime, precision, handlers)
     accelerator.state.device_mesh = strategy.mesh
-    parts.synchronizer.no_sync = strategy.stepper.no_sync
+    parts.synchronizer.no_sync = strategy.no_sync
     parts.strategy, parts.precision = strategy, precision
     parts.backward = bind_backward(strategy, None, None)
     parts.after_step = (parts.preemption and parts.preemption.count_optimizer_step,)
-    parts.step = bind_step(strategy.stepper.step, parts.after_step)
+    parts.step = bind_step(strategy, parts.after_step)
     parts.checkpoints.strategy, parts.checkpoints.precision = strategy, precision
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.sharding.folder import TensorMetadata
-    from accel_plugins.strategy import Generators, NativeFiles
+    from accel_plugins.strategy import Generators
     from accel_train.checkpoint.load import CheckpointReader
 
 
@@ -230,7 +230,7 @@ def _write_device(kind: DeviceKind, states: Any) -> list[str]:
 
 def form_of_run(run: CheckpointContext) -> StateForm:
     """Return the form in which models and optimizers are saved."""
-    return StateForm.FULL if run.strategy.shards is None else run.strategy.shards.form()
+    return run.strategy.states.form() if run.strategy.states.is_sharded else StateForm.FULL
 
 
 def check_shared(run: CheckpointContext) -> None:
@@ -276,8 +276,8 @@ OPTIMIZER_KEY = "optimizer"
 
 def sharded_parts(run: CheckpointContext) -> list[CheckpointFile]:
     """Return this rank's shards of models and optimizers."""
-    shards, prepared = run.strategy.shards, run.prepared
-    if shards is None:
+    shards, prepared = run.strategy.states, run.prepared
+    if not shards.is_sharded:
         return []
     states: dict[str, dict[str, Any]] = {}
     for index, model in enumerate(prepared.models):
@@ -290,7 +290,7 @@ def sharded_parts(run: CheckpointContext) -> list[CheckpointFile]:
 
 def parts_of_folder(run: CheckpointContext, folder: str, state: Mapping[str, Any]) -> list[CheckpointFile]:
     """Return this rank's two files of a folder of shards: the shards and their metadata."""
-    writer = sharding.folder.ShardWriter(state, run.rank, run.strategy.planners)
+    writer = sharding.folder.ShardWriter(state, run.rank, run.strategy.states.planners)
     shards, metadata = f"{folder}/{shard_file(run.rank)}", f"{folder}/{local_metadata_file(run.rank)}"
     return [
         CheckpointFile(name=shards, read=writer.local_values, write=writer.write_shards),
@@ -300,25 +300,14 @@ def parts_of_folder(run: CheckpointContext, folder: str, state: Mapping[str, Any
 
 def native_parts(run: CheckpointContext, staging: Path) -> list[CheckpointFile]:
     """Return this rank's files in the strategy's native form, which may write small files itself."""
-    prepared, native = run.prepared, _native(run)
     parts: list[CheckpointFile] = []
 
     def write(state: Any, path: Path) -> None:
         parts.append(CheckpointFile(name=path.relative_to(staging).as_posix(), read=lambda: state))
 
-    for index, model in enumerate(prepared.models):
-        native.save_model(model, staging, index, write=write)
-    for index, optimizer in enumerate(prepared.optimizers):
-        owner = owner_of(optimizer, prepared.models)
-        native.save_optimizer(optimizer.optimizer, owner, staging, index, write=write)
+    for index, model in enumerate(run.prepared.models):
+        run.strategy.states.save_native(model, staging, index, write=write)
     return parts
-
-
-def owner_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
-    """Return the model that has the first parameter of an optimizer; the first model if none has."""
-    first = [parameter for group in optimizer.param_groups[:1] for parameter in group["params"][:1]]
-    owners = (model for model in models if any(parameter is first[0] for parameter in model.parameters()))
-    return next(owners, models[0]) if first else models[0]
 
 
 def model_loader(
@@ -341,13 +330,13 @@ def model_loader(
                     ", ".join(f"{name}={value!r}" for name, value in options.items()),
                     run.strategy.name,
                 )
-            _native(run).load_model(model, local, index)
+            run.strategy.states.load_native(model, local, index)
 
         return load_native
     engine = _engine(source, index)
     if engine is None:
         return None
-    return lambda model, **options: run.strategy.persister.load_full_state_dict(
+    return lambda model, **options: run.strategy.states.load_full_state_dict(
         model, read_folder(engine).weights(), **options
     )
 
@@ -364,16 +353,13 @@ def optimizer_loader(
     run: CheckpointContext, source: CheckpointReader, index: int
 ) -> Callable[[Optimizer], object] | None:
     """Return the function that loads a sharded optimizer, or `None` without shards."""
-    name, models = layout.sharded_optimizer_name(index), run.prepared.models
+    name = layout.sharded_optimizer_name(index)
     if source.has(f"{name}/{INDEX_NAME}"):
         folder = source.folder / name
         sharding.folder.read_index(folder)
         return partial(restore_optimizer_shards, run, folder)
     if form_of_run(run) is StateForm.NATIVE and not source.has(layout.optimizer_name(index)):
-        local = _local(source.folder)
-        return lambda optimizer: _native(run).load_optimizer(
-            optimizer, owner_of(optimizer, models), local, index
-        )
+        return lambda _: None  # loaded with its model
     engine = _engine(source, index)
     return None if engine is None else partial(_restore_engine_optimizer, run, engine)
 
@@ -383,7 +369,7 @@ def _restore_engine_optimizer(run: CheckpointContext, engine: Path, optimizer: O
     state = saved.numbered_optimizer()
     if state is None:
         state = state_by_index(saved.optimizer(), parameter_names(optimizer, models))
-    run.strategy.persister.load_full_optimizer_state(optimizer, models, state)
+    run.strategy.states.load_full_optimizer_state(optimizer, models, state)
 
 
 def _local(folder: AnyPath) -> Path:
@@ -394,12 +380,6 @@ def _local(folder: AnyPath) -> Path:
     return folder
 
 
-def _native(run: CheckpointContext) -> NativeFiles:
-    if run.strategy.native is None:
-        raise CheckpointError("The strategy saves in a native form, but its `native` is None.")
-    return run.strategy.native
-
-
 EXTRA_STATE = "_extra_state"
 """The end of the names in state dicts of what `Module.get_extra_state` returns."""
 
@@ -408,11 +388,11 @@ def restore_model_shards(
     run: CheckpointContext, folder: AnyPath, model: nn.Module, *, strict: bool = True, **options: Any
 ) -> None:
     """Load a model from shards, for any current sharding."""
-    if run.strategy.shards is None:
+    if not run.strategy.states.is_sharded:
         state = sharding.folder.read_all(folder, _full)
-        run.strategy.persister.load_full_state_dict(model, _unwrap(state), strict=strict, **options)
+        run.strategy.states.load_full_state_dict(model, _unwrap(state), strict=strict, **options)
         return
-    tensors = run.strategy.shards.model_tensors(model)
+    tensors = run.strategy.states.model_tensors(model)
     wrapped: dict[str, Any] = {MODEL_KEY: tensors}
     entries = [*sharding.folder.entries(sharding.folder.read_index(folder))]
     paths = [entry.path for entry in entries]
@@ -427,20 +407,20 @@ def restore_model_shards(
                 f"{str(folder)!r} has {unknown[0]!r}, which {type(model).__name__} does not have. Pass "
                 "strict=False to load the rest."
             )
-    sharding.folder.read_into(folder, wrapped, strict=strict, planners=run.strategy.planners)
-    run.strategy.shards.load_model(model, wrapped[MODEL_KEY], strict=strict, **options)
+    sharding.folder.read_into(folder, wrapped, strict=strict, planners=run.strategy.states.planners)
+    run.strategy.states.load_model(model, wrapped[MODEL_KEY], strict=strict, **options)
 
 
 def restore_optimizer_shards(run: CheckpointContext, folder: AnyPath, optimizer: Optimizer) -> None:
     """Load an optimizer from shards, for any current sharding."""
     models = run.prepared.models
-    if run.strategy.shards is None:
+    if not run.strategy.states.is_sharded:
         state = _unwrap(sharding.folder.read_all(folder, _full))
         state.setdefault("state", {})
         names = [group["params"] for group in state["param_groups"]]
-        run.strategy.persister.load_full_optimizer_state(optimizer, models, state_by_index(state, names))
+        run.strategy.states.load_full_optimizer_state(optimizer, models, state_by_index(state, names))
         return
-    make = run.strategy.shards.state_allocator(optimizer, models)
+    make = run.strategy.states.state_allocator(optimizer, models)
 
     def allocate(entry: TensorMetadata) -> Tensor:
         if len(entry.path) > 3 and entry.path[1] == "state":
@@ -448,9 +428,9 @@ def restore_optimizer_shards(run: CheckpointContext, folder: AnyPath, optimizer:
             return make(str(entry.path[2]), key, entry.shape or torch.Size(), entry.dtype or torch.float32)
         return _full(entry)
 
-    state = _unwrap(sharding.folder.read_all(folder, allocate, run.strategy.planners))
+    state = _unwrap(sharding.folder.read_all(folder, allocate, run.strategy.states.planners))
     state.setdefault("state", {})
-    run.strategy.shards.load_optimizer(optimizer, models, state)
+    run.strategy.states.load_optimizer(optimizer, models, state)
 
 
 def _unwrap(state: dict[str, Any]) -> dict[str, Any]:

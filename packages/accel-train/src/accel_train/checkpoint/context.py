@@ -100,7 +100,7 @@ class CheckpointContext:
 
     def meet(self, operation: str) -> None:
         """Wait for all ranks where models are sharded: a gather that one rank begins alone ends processes."""
-        if self.strategy.shards is not None:
+        if self.strategy.states.is_sharded:
             self.main.exchange(operation, None)
 
     @contextmanager

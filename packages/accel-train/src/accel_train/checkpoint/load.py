@@ -496,7 +496,7 @@ def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping
             load_shards(model, **to_model)
             continue
         core = extract_model_from_parallel(model, keep_torch_compile=False)
-        load = partial(run.strategy.persister.load_full_state_dict, model)
+        load = partial(run.strategy.states.load_full_state_dict, model)
         restore_model(source, index, core, load=load, **to_model)
     if not run.load_hooks:
         count = len(models)
@@ -606,7 +606,7 @@ def _warn_about_more(source: CheckpointReader, *names: str) -> None:
 
 
 def _restore_optimizers(run: CheckpointContext, source: CheckpointReader) -> None:
-    load = run.strategy.persister.load_full_optimizer_state
+    load = run.strategy.states.load_full_optimizer_state
     models, optimizers = run.prepared.models, run.prepared.optimizers
     for index, prepared in enumerate(optimizers):
         load_shards = optimizer_loader(run, source, index)

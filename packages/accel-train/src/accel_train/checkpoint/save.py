@@ -168,7 +168,7 @@ def _agree(
     if run.project.save_on_each_node:  # hosts that share no file system may have folders of other names
         proposal = replace(proposal, request=replace(request, folder=""))
     # Rank 0 may save alone what it has in full.
-    alone = asdict(proposal.request) if run.strategy.shards is None else None
+    alone = asdict(proposal.request) if not run.strategy.states.is_sharded else None
     try:
         rows = agreement.exchange(WHAT, asdict(proposal), alone=alone)
         proposals = [SaveProposal(**(row | {"request": SaveRequest(**row["request"])})) for row in rows]
@@ -251,7 +251,7 @@ def _parts(
     prepared, form = run.prepared, form_of_run(run)
     full = form is StateForm.FULL
     weights = [
-        run.strategy.persister.full_state_dict(model, keep=run.commits) for model in prepared.models if full
+        run.strategy.states.full_state_dict(model, keep=run.commits) for model in prepared.models if full
     ]
     failure: Exception | None = None
     try:
@@ -264,9 +264,7 @@ def _parts(
     contents = Contents(
         weights=weights,
         optimizers=[
-            run.strategy.persister.full_optimizer_state(
-                optimizer.optimizer, prepared.models, keep=run.commits
-            )
+            run.strategy.states.full_optimizer_state(optimizer.optimizer, prepared.models, keep=run.commits)
             for optimizer in prepared.optimizers
             if full
         ],

@@ -29,7 +29,6 @@ from accel_plugins.optimizer import without_wrapper
 from accel_plugins.sharding.folder import TensorMetadata
 from accel_plugins.sharding.state import (
     INDEX_NAME,
-    ShardedStates,
     StateForm,
     is_sharded_folder,
     strip_wrapper_prefixes,
@@ -70,7 +69,7 @@ if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
     from torch.optim import Optimizer
 
-    from accel_plugins.strategy import Persister
+    from accel_plugins.unsharded import States
 
 logger = get_logger(__name__)
 
@@ -247,10 +246,10 @@ def save_fsdp_model(
         folder = _make_folder(output_dir)
     if access.form is StateForm.FULL:
         with access.saving():
-            state = access.persister.full_state_dict(model, keep=access.topology.is_main)
+            state = access.states.full_state_dict(model, keep=access.topology.is_main)
             save(_adapter_of(model, state, adapter_only), folder / layout.fsdp_weights_name(model_index))
     else:
-        state = _adapter_of(model, access.shards.model_tensors(model), adapter_only)
+        state = _adapter_of(model, access.states.model_tensors(model), adapter_only)
         _write_folder(access, folder / layout.sharded_model_name(model_index), {MODEL_KEY: state})
     accelerator.wait_for_everyone()
 
@@ -284,7 +283,7 @@ def load_fsdp_model(
     if access.form is StateForm.FULL:
         with access.run.raising_everywhere("load_fsdp_model()"):
             state: Any = read_object(_require_file(folder / layout.fsdp_weights_name(model_index)))
-        access.persister.load_full_state_dict(model, state, **strict)
+        access.states.load_full_state_dict(model, state, **strict)
     else:
         with access.run.raising_everywhere("load_fsdp_model()"):
             source = _shards_in(folder, layout.sharded_model_name(model_index))
@@ -318,10 +317,10 @@ def save_fsdp_optimizer(
         folder = _make_folder(output_dir)
     if access.form is StateForm.FULL:
         with access.saving():
-            state = access.persister.full_optimizer_state(inner, [model], keep=access.topology.is_main)
+            state = access.states.full_optimizer_state(inner, [model], keep=access.topology.is_main)
             save(state, folder / layout.optimizer_name(optimizer_index))
     else:
-        state = access.shards.optimizer_tensors(inner, [model])
+        state = access.states.optimizer_tensors(inner, [model])
         _write_folder(access, folder / layout.sharded_optimizer_name(optimizer_index), {OPTIMIZER_KEY: state})
     accelerator.wait_for_everyone()
 
@@ -357,7 +356,7 @@ def load_fsdp_optimizer(
     if access.form is StateForm.FULL:
         with access.run.raising_everywhere("load_fsdp_optimizer()"):
             state: Any = read_object(_require_file(folder / layout.optimizer_name(optimizer_index)))
-        access.persister.load_full_optimizer_state(inner, [model], state)
+        access.states.load_full_optimizer_state(inner, [model], state)
     else:
         with access.run.raising_everywhere("load_fsdp_optimizer()"):
             source = _shards_in(folder, layout.sharded_optimizer_name(optimizer_index))
@@ -374,14 +373,13 @@ class _Access:
         if not use_dcp:
             logger.warning_once("use_dcp=False has no effect: shards go to a folder that any run can read.")
         self.run: CheckpointContext = parts.checkpoints
-        self.persister: Persister = parts.strategy.persister
+        self.states: States = parts.strategy.states
         self.topology: Topology = parts.runtime.topology
-        if parts.strategy.shards is None:
+        if not parts.strategy.states.is_sharded:
             raise SettingsError(
                 f"The strategy {parts.strategy.name!r} does not shard anything. Use save_state() and "
                 "load_state(), which work under every strategy."
             )
-        self.shards: ShardedStates = parts.strategy.shards
 
     def saving(self) -> AbstractContextManager[None]:
         """Return a block whose error on one rank is one on all."""
