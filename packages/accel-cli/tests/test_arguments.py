@@ -188,15 +188,15 @@ def test_all_mistakes_of_a_line_are_reported_at_once():
         read_arguments(
             ["--num_proceses", "2", "--num_machines", "x", "--cpu=1", "--quite", "--debug", "train.py"]
         )
-    assert [problem.split()[1] for problem in caught.value.problems] == [
+    assert {problem.split()[1] for problem in caught.value.problems} == {
         "--num_proceses", "--num_machines", "--cpu", "--quite",
-    ]  # fmt: skip
+    }  # fmt: skip
 
 
 def test_after_a_flag_that_resembles_none_nothing_is_guessed():
     with pytest.raises(SettingsError) as caught:
         read_arguments(["--num_machines", "x", "--epochs", "3", "--num_processes", "y", "train.py"])
-    assert [problem.split()[1] for problem in caught.value.problems] == ["--num_machines", "--epochs"]
+    assert {problem.split()[1] for problem in caught.value.problems} == {"--num_machines", "--epochs"}
 
 
 def test_flags_that_may_be_repeated_add_up():

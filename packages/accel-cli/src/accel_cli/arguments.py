@@ -13,7 +13,6 @@ from argparse import (
     _ActionsContainer,
 )
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from accel_ops.weights.layout import convert_file_size_to_int
@@ -59,11 +58,6 @@ class Parser(ArgumentParser):
         """All declared actions, in order."""
         return [*self._actions]
 
-    @property
-    def flags(self) -> list[str]:
-        """All declared flags."""
-        return [*self._option_string_actions]
-
     def format_help(self) -> str:
         """Return the help."""
         return self._format_help()
@@ -77,7 +71,7 @@ class Parser(ArgumentParser):
 
     def add_settings(self, *, hidden: bool) -> None:
         """Add the flags of all settings not declared yet; values are stored in `settings`, by path."""
-        declared = {*self.flags}
+        declared = {*self._option_string_actions}
         for row in {id(row): row for row in FLAGS.values()}.values():
             names = [name for name, flag in FLAGS.items() if flag is row and name not in declared]
             if names:
@@ -93,101 +87,62 @@ class Parser(ArgumentParser):
                 later word.
             SystemExit: Help was requested and shown.
         """
-        line = self._split(words)
-        options = Namespace(line=line)
-        unknown: list[str] = []
+        for name, action in [*self._option_string_actions.items()]:
+            self._option_string_actions.setdefault(name[:2] + name[2:].replace("_", "-"), action)
+        options, unknown = Namespace(problems=[]), list[str]()
+        flags, script = self._split(words, options.problems) if self._has_script else (words, [])
         try:
-            _, unknown = self.parse_known_args(line.flags, options)
+            _, unknown = self.parse_known_args(flags, options)
         except SettingsError as error:
-            line.problems += [(len(words), problem) for problem in error.problems]
+            options.problems += error.problems
         names = [word.partition("=")[0] for word in unknown if word.startswith("-")] or unknown
-        line.problems += [(len(words), f"argument {name} is unknown{self._hint(name)}") for name in names]
-        if line.problems:
-            raise SettingsError(*(problem for _, problem in sorted(line.problems, key=lambda item: item[0])))
+        options.problems += [f"argument {name} is unknown{self._hint(name)}" for name in names]
+        if options.problems:
+            raise SettingsError(*options.problems)
+        del options.problems
         if self._has_script:
-            if not line.script:
+            if not script:
                 raise SettingsError(f"no script given.\nusage: {self.usage}")
-            options.script, *options.script_arguments = line.script
-        vars(options).pop("line")
+            options.script, *options.script_arguments = script
         return options
 
     def error(self, message: str) -> NoReturn:
         """Raise a `SettingsError`, which the command prints before it exits with code 2."""
         raise SettingsError(f"{message}.")
 
-    def _split(self, words: Sequence[str]) -> _Line:
-        """Normalise the spelling of flags, and split off the script."""
-        line = _Line()
-        remaining = list(words)
-        while remaining:
-            position = len(words) - len(remaining)
+    def _split(self, words: Sequence[str], problems: list[str]) -> tuple[list[str], list[str]]:
+        """Return the flags, joined with their values, since argparse takes none with a dash; and the script."""
+        flags, remaining = list[str](), list(words)
+        while remaining and remaining[0].startswith("-") and remaining[0] not in {"-", "--"}:
             word = remaining.pop(0)
-            if self._has_script and (word in {"-", "--"} or not word.startswith("-")):
-                line.script = remaining if word == "--" else [word, *remaining]
-                break
-            # 1. Look the flag up.
-            name, equals, text = (
-                word.partition("=") if word.startswith("--") else (word[:2], word[2:], word[2:])
-            )
-            text = text if equals else None
-            declared = f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
-            action = self._option_string_actions.get(declared)
-            if action is not None and action.dest == "help":
-                return _Line(flags=[declared])
-            # 2. Without a script, argparse handles values and unknown flags.
-            if not self._has_script:
-                is_known = word.startswith("--") and action is not None
-                line.flags.append(declared + word[len(name) :] if is_known else word)
-                if is_known and action is not None and action.nargs is None and text is None:
-                    line.flags += remaining[:1]
-                    del remaining[:1]
-                continue
-            # 3. With a script, read the value here: it may begin with a dash, which argparse rejects.
+            name = word.partition("=")[0] if word.startswith("--") else word[:2]
+            action = self._option_string_actions.get(name)
             if action is None:
-                near = self._nearest(declared)
-                hint = f"{self._hint(declared)} Put flags of the script after its name."
-                line.problems.append((position, f"argument {name} is unknown{hint}"))
+                hint = f"{self._hint(name)} Put flags of the script after its name."
+                problems.append(f"argument {name} is unknown{hint}")
+                near = self._nearest(name)
                 if near is None:
                     break
-                if self._option_string_actions[near].nargs is None and text is None:
+                if self._option_string_actions[near].nargs is None and word == name:
                     del remaining[:1]
-            elif action.nargs is None and (text == "--" or (text is None and remaining[:1] in ([], ["--"]))):
-                line.problems.append((position, f"argument {name} needs a value."))
-            elif action.nargs == 0 and text is not None:
-                line.problems.append((position, f"argument {name} takes no value, but got {text!r}."))
+            elif action.nargs == 0 and "=" in word:
+                text = word.partition("=")[2]
+                problems.append(f"argument {name} takes no value, but got {text!r}.")
+            elif action.nargs is not None or word != name:
+                flags.append(word)
+            elif remaining[:1] in ([], ["--"]):
+                problems.append(f"argument {name} needs a value.")
             else:
-                if action.nargs is None:
-                    text = remaining.pop(0) if text is None else text
-                line.flags.append(declared if text is None else f"{declared}={text}")
-                line.written.setdefault(declared, []).append((position, name))
-        return line
+                flags.append(f"{name}{'=' if name.startswith('--') else ''}{remaining.pop(0)}")
+        return flags, remaining[1:] if remaining[:1] == ["--"] else remaining
 
     def _nearest(self, flag: str) -> str | None:
-        flags = [declared for declared in self._option_string_actions if declared.startswith("--")]
-        by_spelling = {declared.replace("-", "_"): declared for declared in reversed(flags)}
-        near = nearest(flag.replace("-", "_"), by_spelling)
-        return None if near is None else by_spelling[near]
+        declared = [name for action in self._actions for name in action.option_strings if name[:2] == "--"]
+        return nearest(f"--{flag.lstrip('-').replace('-', '_')}", declared)
 
     def _hint(self, flag: str) -> str:
         near = self._nearest(flag)
         return "." if near is None else f"; did you mean {near}?"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Line:
-    """A command line, split.
-
-    Args:
-        flags: Flags and values for argparse.
-        script: The script with its arguments, if there is one.
-        written: The position and spelling of each occurrence of a declared flag.
-        problems: Problems with their positions.
-    """
-
-    flags: list[str] = field(default_factory=list[str])
-    script: list[str] = field(default_factory=list[str])
-    written: dict[str, list[tuple[int, str]]] = field(default_factory=dict[str, list[tuple[int, str]]])
-    problems: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
 
 
 class SettingAction(Action):
@@ -202,17 +157,14 @@ class SettingAction(Action):
         self, parser: ArgumentParser, namespace: Namespace, values: Any, flag: str | None = None
     ) -> None:
         del parser
-        line: _Line = namespace.line
-        position, name = line.written[flag or ""].pop(0)
         text = values if self.row.const is None else self.row.const
-        path = self.row.option.path
         try:
-            value = parse(self.row.option, text, Layer.ARGUMENT, f"argument {name}")
+            value = parse(self.row.option, text, Layer.ARGUMENT, f"argument {flag}")
         except SettingsError as error:
-            line.problems += [(position, problem) for problem in error.problems]
+            namespace.problems += error.problems
             return
         if value is not None:
-            before = namespace.settings
+            path, before = self.row.option.path, namespace.settings
             namespace.settings = {**before, path: concat(before.get(path), value)}
 
 
