@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from accel_cli.commands import selftest
 from accel_cli.commands.selftest import (
     ABOUT,
-    CHECK_NAMES,
     FAILED,
     PASSED,
     RUNNING,
@@ -35,9 +34,8 @@ def report(rank, world_size, **states):
     return RankReport(rank=rank, world_size=world_size, outcomes=outcomes)
 
 
-def test_the_names_are_those_of_the_checks_and_each_has_its_advice():
-    assert tuple(CHECKS) == CHECK_NAMES
-    assert set(ABOUT) == set(CHECK_NAMES)
+def test_each_check_has_its_advice():
+    assert set(ABOUT) == set(CHECKS)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +49,7 @@ def test_the_names_are_those_of_the_checks_and_each_has_its_advice():
     ],
 )
 def test_a_check_passes_if_it_passes_everywhere(states, expected, detail):
-    (outcome,) = combine([report(rank, 2, a=state) for rank, state in enumerate(states)], ["a"])
+    (outcome,) = combine([report(rank, 2, a=state) for rank, state in enumerate(states)])
     assert (outcome.state, outcome.detail) == (expected, detail)
 
 
@@ -60,7 +58,7 @@ def test_no_failure_is_lost(table):
     reports = [
         report(rank, len(table), **dict(zip("abc", states, strict=True))) for rank, states in enumerate(table)
     ]
-    for name, outcome in zip("abc", combine(reports, "abc"), strict=True):
+    for name, outcome in zip("abc", combine(reports), strict=True):
         states = {item.state for report in reports for item in report.outcomes if item.name == name}
         assert (outcome.state == FAILED) == bool(states & {FAILED, RUNNING})
 
@@ -130,7 +128,7 @@ FACTS = facts(**{"device type": "cpu", "accelerators": "", "strategy": "NO", "mi
 
 
 def passed(rank=0, world_size=1, **changes):
-    states = dict.fromkeys(CHECK_NAMES, PASSED) | changes
+    states = dict.fromkeys(CHECKS, PASSED) | changes
     return RankReport(
         rank=rank, world_size=world_size, facts=FACTS, outcomes=report(rank, world_size, **states).outcomes
     )
@@ -140,7 +138,7 @@ def test_all_checks_that_pass_make_exit_code_0(launched, capsys):
     launched(passed())
     assert selftest.run(Namespace(**OPTIONS, json=False, quiet=False)) == 0
     shown = capsys.readouterr()
-    assert [name for name in CHECK_NAMES if name not in shown.out] == []
+    assert [name for name in CHECKS if name not in shown.out] == []
     assert "trains correctly" in shown.out
     assert shown.err == ""
 

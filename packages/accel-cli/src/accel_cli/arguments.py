@@ -99,7 +99,7 @@ class Parser(ArgumentParser):
         options.problems += [f"argument {name} is unknown{self._hint(name)}" for name in names]
         if options.problems:
             raise SettingsError(*options.problems)
-        del options.problems
+        vars(options).pop("problems")
         if self._has_script:
             if not script:
                 raise SettingsError(f"no script given.\nusage: {self.usage}")
@@ -111,7 +111,7 @@ class Parser(ArgumentParser):
         raise SettingsError(f"{message}.")
 
     def _split(self, words: Sequence[str], problems: list[str]) -> tuple[list[str], list[str]]:
-        """Return the flags, joined with their values, since argparse takes none with a dash; and the script."""
+        """Return the flags, joined with their values, which may begin with a dash; and the script."""
         flags, remaining = list[str](), list(words)
         while remaining and remaining[0].startswith("-") and remaining[0] not in {"-", "--"}:
             word = remaining.pop(0)

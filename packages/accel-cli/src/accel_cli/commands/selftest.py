@@ -18,9 +18,6 @@ from accel_cli.output import Table, show, working, write_html
 from accel_state.files import read_json
 from accel_state.frozen import frozen
 
-CHECK_NAMES = ("processes", "collectives", "data loader", "training", "mixed precision", "checkpoint")
-"""The keys of `accel_cli.commands.selftest_checks.CHECKS`, in order."""
-
 PASSED, FAILED, SKIPPED, RUNNING = "passed", "failed", "skipped", "running"
 
 
@@ -50,14 +47,8 @@ class RankReport:
     speeds: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-def combine(reports: Sequence[RankReport], names: Sequence[str]) -> tuple[Outcome, ...]:
-    """Combine the outcomes over all ranks. A check fails if it fails, or did not end, on any rank.
-
-    Example:
-        >>> report = RankReport(rank=0, world_size=1, outcomes=(Outcome(name="a", state="passed"),))
-        >>> [outcome.state for outcome in combine([report], ["a", "b"])]
-        ['passed', 'skipped']
-    """
+def combine(reports: Sequence[RankReport]) -> tuple[Outcome, ...]:
+    """Combine the outcomes over all ranks. A check fails if it fails, or did not end, on any rank."""
 
     def ranks_text(ranks: Sequence[int]) -> str:
         if len(ranks) == reports[0].world_size:
@@ -65,13 +56,10 @@ def combine(reports: Sequence[RankReport], names: Sequence[str]) -> tuple[Outcom
         return f"rank {', '.join(map(str, sorted(ranks)))}"
 
     combined: list[Outcome] = []
-    for name in names:
+    for name in (outcome.name for outcome in reports[0].outcomes):
         outcomes = {
             report.rank: outcome for report in reports for outcome in report.outcomes if outcome.name == name
         }
-        if not outcomes:
-            combined.append(Outcome(name=name, state=SKIPPED, detail="not reached"))
-            continue
         first = outcomes[min(outcomes)]
         state, detail = first.state, first.detail
         failed = [rank for rank, outcome in outcomes.items() if outcome.state == FAILED]
@@ -174,7 +162,7 @@ def run(options: Namespace) -> int:
     if not reports:
         sys.stderr.write(output)
         return code if code == 2 else 1
-    outcomes = combine(reports, CHECK_NAMES)
+    outcomes = combine(reports)
     failed = [outcome for outcome in outcomes if outcome.state == FAILED]
     lines = advice(outcomes, reports, cores=os.cpu_count() or 1)
     if options.html is not None:

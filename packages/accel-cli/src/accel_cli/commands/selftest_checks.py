@@ -486,6 +486,7 @@ def main(folder: Path, timeout: timedelta) -> int:
             "strategy": str(accelerator.distributed_type.value),
             "mixed precision": session.precision,
         },
+        outcomes=tuple(Outcome(name=name, state=SKIPPED, detail="not reached") for name in CHECKS),
     )
     for name in CHECKS:
         _write(folder, _with(report, Outcome(name=name, state=RUNNING)))
@@ -518,8 +519,8 @@ def _run_check(name: str, session: Session) -> tuple[Outcome, bool]:
 
 
 def _with(report: RankReport, outcome: Outcome) -> RankReport:
-    before = tuple(earlier for earlier in report.outcomes if earlier.name != outcome.name)
-    return replace(report, outcomes=(*before, outcome))
+    outcomes = [outcome if outcome.name == before.name else before for before in report.outcomes]
+    return replace(report, outcomes=tuple(outcomes))
 
 
 def _write(folder: Path, report: RankReport) -> None:

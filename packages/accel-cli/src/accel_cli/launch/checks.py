@@ -189,26 +189,6 @@ def _check_megatron(plan: LaunchPlan) -> Iterator[str]:
 _MEGATRON_SIZES = ("tp_degree", "pp_degree", "context_parallel_size")
 
 
-def _check_fp8(plan: LaunchPlan) -> Iterator[str]:
-    """Check FP8 as the worker does, for the devices of this machine."""
-    if plan.settings.precision.mixed_precision != "fp8" or not plan.is_local:
-        return
-    if plan.settings.megatron is not None:
-        origin = plan.origin("precision.mixed_precision")
-        yield f"{origin} requests FP8, which is not supported with Megatron: use --use_fsdp or bf16."
-    problem = find_fp8_problem(plan.merged, plan.machine)
-    if problem is not None:
-        yield problem
-        return
-    settings = plan.settings
-    sharding = [name for name in ("fsdp", "deepspeed", "parallelism") if value_at(settings, name)]
-    if sharding and settings.fp8 is not None and settings.fp8.backend == "MSAMP":
-        yield (
-            f"{plan.origin('fp8.backend')} requests MS-AMP, which trains in one process or under DDP, but "
-            f"{plan.origin(sharding[0])} requests sharded parameters: use --fp8_backend ao."
-        )
-
-
 def find_fp8_problem(merged: Merged, machine: HostDevices) -> str | None:
     """Explain why a machine cannot train with the requested FP8 settings; return None if it can."""
     fp8, on_cpu = merged.settings.fp8, uses_cpu(merged) or not machine.gpus
@@ -257,34 +237,17 @@ _IN_DEEPSPEED_FILES = (
 
 
 def _check_fp8_options(plan: LaunchPlan) -> Iterator[str]:
-    asked = {
-        path.removeprefix("fp8."): value.origin
+    asked = [
+        value.origin
         for path, value in plan.merged.sourced.items()
         if path.startswith("fp8.") and value.layer is Layer.ARGUMENT
-    }
-    backend = plan.settings.fp8 and plan.settings.fp8.backend
+    ]
     if asked and plan.settings.precision.mixed_precision != "fp8":
         precision = plan.source_of("precision.mixed_precision")
         yield (
-            f"{', '.join(asked.values())} {'is' if len(asked) == 1 else 'are'} about FP8, but the precision "
+            f"{', '.join(asked)} {'is' if len(asked) == 1 else 'are'} about FP8, but the precision "
             f"is {plan.settings.precision.mixed_precision!r} ({precision.origin}): remove the FP8 settings."
         )
-    elif backend is not None:
-        unread = [
-            origin for name, origin in asked.items() if _FP8_BACKENDS.get(name, "TE") not in (backend, None)
-        ]
-        if unread:
-            origin = plan.origin("fp8.backend")
-            yield f"{', '.join(unread)} would have no effect, since {origin} is {backend!r}: remove it."
-
-
-_FP8_BACKENDS = {
-    "backend": None,
-    "enable_fsdp_float8_all_gather": "AO",
-    "pad_inner_dim": "AO",
-    "opt_level": "MSAMP",
-}
-"""The backend that uses an FP8 setting, None for all; TransformerEngine uses the remaining ones."""
 
 
 def _check_parallel_sizes(plan: LaunchPlan) -> Iterator[str]:
@@ -365,7 +328,6 @@ CHECKS: tuple[Callable[[LaunchPlan], Iterator[str]], ...] = (
     _check_unused_engines,
     _check_engines,
     _check_megatron,
-    _check_fp8,
     _check_alias,
     _check_deepspeed_file,
     _check_fp8_options,

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -285,49 +285,38 @@ def filter_hosts(
         exclusion: Machines and slots not to use, in the same format.
 
     Raises:
-        SettingsError: A filter contains an unknown machine or slot, or leaves none.
+        SettingsError: A filter contains an unknown machine, or leaves none.
 
     Example:
         >>> hosts = {"a": 4, "b": 4}
         >>> filter_hosts(hosts, inclusion="b:0,2"), filter_hosts(hosts, exclusion="a@b:3")
         ({'b': 2}, {'b': 3})
     """
-    used: dict[str, Collection[int]] = {host: range(number) for host, number in hosts.items()}
-    if inclusion:
-        chosen = _parse_filter(inclusion, used, "inclusion")
-        used = {host: chosen[host] for host in used if host in chosen}
-    dropped = _parse_filter(exclusion, used, "exclusion") if exclusion else {}
-    result = {
-        host: len(slots) - sum(slot in slots for slot in dropped.get(host, ()))
-        for host, slots in used.items()
-        if dropped.get(host) != range(hosts[host])
-    }
-    if not any(result.values()):
+    included = (
+        _parse_filter(inclusion, hosts) if inclusion else {host: set(range(hosts[host])) for host in hosts}
+    )
+    excluded = _parse_filter(exclusion, hosts) if exclusion else {}
+    counts = {host: len(included.get(host, set()) - excluded.get(host, set())) for host in hosts}
+    if not any(counts.values()):
         raise SettingsError("the filters exclude all machines of the hostfile.")
-    return {host: number for host, number in result.items() if number}
+    return {host: number for host, number in counts.items() if number}
 
 
-def _parse_filter(text: str, slots: Mapping[str, Collection[int]], kind: str) -> dict[str, Collection[int]]:
-    selected: dict[str, Collection[int]] = {}
+def _parse_filter(text: str, hosts: Mapping[str, int]) -> dict[str, set[int]]:
+    """Return the slots that a filter names, by machine."""
+    named: dict[str, set[int]] = {}
     for part in text.split("@"):
         host, colon, numbers = part.strip().partition(":")
-        if host not in slots:
+        if host not in hosts:
             raise SettingsError(
-                f"the {kind} filter {text!r} names the machine {host!r}; the hostfile has {', '.join(slots)}."
+                f"the filter {text!r} names the machine {host!r}; the hostfile has {', '.join(hosts)}."
             )
         try:
-            chosen = {int(number) for number in numbers.split(",")} if colon else slots[host]
+            slots = set(map(int, numbers.split(","))) if colon else set(range(hosts[host]))
         except ValueError:
-            raise SettingsError(f"the {kind} filter {text!r}: {numbers!r} are not slot numbers.") from None
-        absent = sorted(slot for slot in chosen if slot not in slots[host]) if colon else []
-        if absent:
-            raise SettingsError(
-                f"the {kind} filter {text!r} names slots that {host!r} does not have: {absent}."
-            )
-        if colon and host in selected and selected[host] != slots[host]:
-            chosen = {*selected[host], *chosen}
-        selected[host] = chosen
-    return selected
+            raise SettingsError(f"the filter {text!r}: {numbers!r} are not slot numbers.") from None
+        named.setdefault(host, set()).update(slots)
+    return named
 
 
 def mpi_machines(file: str) -> tuple[str, ...]:
