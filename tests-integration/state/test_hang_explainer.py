@@ -86,6 +86,24 @@ except StalledCollectiveError as error:
     open("given_up", "w").close()
 """,
     ),
+    "forward of FSDP1": (
+        2,
+        """
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_train import Accelerator
+accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+model = accelerator.prepare(torch.nn.Linear(2, 2))
+accelerator.backward(model(torch.randn(4, 2)).sum())
+try:
+    if state.process_index == 1:
+        while not os.path.exists("given_up_by_1"):
+            time.sleep(0.05)
+    model(torch.randn(4, 2))  # gathers weights
+except StalledCollectiveError as error:
+    print(error)
+    open("given_up_by_1", "w").close()
+""",
+    ),
     "user's error": (
         2,
         """
@@ -166,6 +184,13 @@ def test_a_stall_in_the_forward_pass_of_ddp_is_explained(ends) -> None:
         assert end.code == 0, end.errors
         assert "`forward` did not complete: " in end.output
         assert "`model(torch.randn(4, 2))  # sends buffers` (collective " in end.output
+        assert "`time.sleep(0.05)` (in no collective, after " in end.output
+
+
+def test_a_stall_in_the_forward_pass_of_fsdp1_is_explained(ends) -> None:
+    for end in ends["forward of FSDP1"]:
+        assert end.code == 0, end.errors
+        assert "`forward` did not complete: " in end.output
         assert "`time.sleep(0.05)` (in no collective, after " in end.output
 
 

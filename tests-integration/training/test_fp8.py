@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+from accel_plugins.fp8 import build, te
 from accel_plugins.fp8.ao import has_ao_layers
-from accel_plugins.fp8.recipe import AORecipeKwargs
+from accel_plugins.fp8.recipe import AORecipeKwargs, TERecipeKwargs
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import TorchDynamoPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.accelerator_state import AcceleratorState
+from accel_state.errors import UnsupportedError
+from accel_state.libraries import BY_NAME
 from accel_train import Accelerator
 from harness import cases, distributed
 from harness.engines import deepspeed_process
@@ -319,3 +323,19 @@ def check_strategy(strategy, name, tmp_path):
     again = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         torch.testing.assert_close(again, found, rtol=0, atol=0)
+
+
+@distributed(world_size=2)
+def test_ranks_may_not_run_out_of_batches_where_each_forward_pass_reduces_maxima():
+    replaced = patch.multiple(te, make_recipe=lambda _: None, has_transformer_engine_layers=lambda _: True)
+    with replaced, patch.object(build, "choose_backend", lambda *_, **__: BY_NAME["TE"]):  # as on a GPU
+        accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs()])
+        model = accelerator.prepare(torch.nn.Linear(2, 2))
+        with (
+            pytest.raises(UnsupportedError, match="recipe='delayed'"),
+            accelerator.join_uneven_inputs([model]),
+        ):
+            pass
+        accelerator.te_recipe_handler = TERecipeKwargs(recipe="current")
+        with accelerator.join_uneven_inputs([model]):
+            pass

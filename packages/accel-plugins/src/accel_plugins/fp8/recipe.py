@@ -46,12 +46,14 @@ class Recipe:
             library's.
         compute_scales: Called with the prepared models, still wrapped, after every optimizer step and every
             load: recomputes values that depend on weights.
+        reduces_maxima: Whether every forward pass in training is a collective over all ranks.
     """
 
     backend: str
     convert: Callable[[Sequence[nn.Module]], Mapping[Tensor, Tensor]]
     initialize: Callable[[Bundle], Bundle] | None = None
     compute_scales: Callable[[Sequence[nn.Module]], None] | None = None
+    reduces_maxima: bool = False
 
 
 AO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")

@@ -203,7 +203,7 @@ def build(handler: TERecipeKwargs) -> Recipe:
             replace_forward(model, around)
         return replaced
 
-    return Recipe(backend="TE", convert=convert)
+    return Recipe(backend="TE", convert=convert, reduces_maxima=(handler.recipe or "delayed") == "delayed")
 
 
 def _te() -> Any:

@@ -220,7 +220,7 @@ class Fsdp1Strategy(Strategy):
         # On the CPU there is nothing to offload, and FSDP1 would pin memory, which needs a driver.
         offload = plugin.cpu_offload if isinstance(plugin.cpu_offload, CPUOffload) and not on_cpu else None
         with hang_monitor.collective_scope("prepare"), suppress_fsdp1_warnings(), _explain_errors(model):
-            root = FullyShardedDataParallel(
+            root = MonitoredFSDP(
                 model,
                 sharding_strategy=plugin.sharding_strategy,  # pyright: ignore[reportArgumentType] - settled by the plugin
                 cpu_offload=offload,
@@ -246,6 +246,17 @@ class Fsdp1Strategy(Strategy):
         now = parameters_by_name(root, flat=not plugin.use_orig_params)
         self.remap.add(root, number, {name: now[name] for name in names if name in now})
         return root
+
+
+class MonitoredFSDP(FullyShardedDataParallel):
+    """FSDP1 whose forward pass explains a stall in its gathers."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with hang_monitor.transport_errors_explained("forward"):
+            return super().forward(*args, **kwargs)
+
+    def _get_name(self) -> str:
+        return FullyShardedDataParallel.__name__  # `print(model)` shows torch's own name
 
 
 @contextmanager

@@ -784,6 +784,12 @@ class Accelerator(RankMethods):
         """
         parts = self._parts
         parts.strategy.require(Feature.UNEVEN_INPUTS, "join_uneven_inputs()")
+        if parts.converter is not None and parts.converter.recipe.reduces_maxima and self.num_processes > 1:
+            raise UnsupportedError(
+                "join_uneven_inputs() with TERecipeKwargs(recipe='delayed'): this recipe reduces maxima over "
+                "all ranks in each forward pass, and would wait for ranks without batches. Use "
+                "recipe='current' or another, or even_batches=True."
+            )
         inner = [without_wrapper(joinable) for joinable in joinables]
         with (
             parts.items.refuse("join_uneven_inputs()"),
