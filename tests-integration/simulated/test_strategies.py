@@ -1,4 +1,9 @@
-"""Every strategy on the simulated accelerator: the public suite, training as on the CPU, exact resume."""
+"""Every strategy on the simulated accelerator: the public suite, training as on the CPU, exact resume.
+
+Not here are torchft, whose process groups between replica groups are gloo and NCCL ("No backend type
+associated with device type npu"); DeepSpeed, which knows devices by libraries of their own (of an npu,
+torch_npu) and takes the CPU otherwise; and Megatron, which calls torch.cuda.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,7 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import DataLoaderConfiguration
 from accel_plugins.parallelism import tensor
 from accel_plugins.parallelism.config import ParallelismConfig
+from accel_plugins.pipeline import strategy as pipeline
 from accel_plugins.precision import build_precision
 from accel_plugins.testing import STRATEGY_CHECKS, StrategySubject, check_strategy
 from accel_state.accelerator_state import AcceleratorState
@@ -81,6 +87,11 @@ def test_two_ranks_of_fsdp1_conform(tmp_path: Path) -> None:
         STRATEGY_CHECKS[name](subject(folder, fsdp1.Fsdp1Strategy, fsdp=1))
     in_float32 = replace(subject(tmp_path, fsdp1.Fsdp1Strategy, fsdp=1), dtype=torch.float32, tolerance=1e-6)
     STRATEGY_CHECKS[IN_FLOAT32](in_float32)
+
+
+@distributed(world_size=2, device="npu")
+def test_two_stages_of_a_pipeline_conform(tmp_path: Path) -> None:
+    check_strategy(subject(tmp_path, pipeline.build, pp_size=2))
 
 
 @pytest.mark.parametrize("axis", ["hsdp", "tp"])

@@ -12,14 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
-from functools import partial, reduce
+from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from accel_plugins.kwargs import is_count
 from accel_plugins.strategy import Feature, FromConfiguration
-from accel_state.errors import SettingsError, did_you_mean
+from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.libraries import is_installed
 from accel_state.logging import get_logger
@@ -145,7 +144,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
         A deep copy, so that filling it does not change the caller's.
 
     Raises:
-        SettingsError: The source is none of these, or not one JSON object without repeated keys.
+        SettingsError: The source is none of these, or not one JSON object.
 
     Example:
         >>> read_config({"zero_optimization": {"stage": 2}})
@@ -178,15 +177,8 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
         ) from None
 
     # 2. Parse it.
-    def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
-            raise ValueError(f"the key(s) {', '.join(map(repr, repeated))} are repeated in one object")
-        return dict(pairs)
-
     try:
-        config = json.loads(text, object_pairs_hook=without_repetition)
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SettingsError(f"The DeepSpeed configuration in {where} is not valid JSON: {error}.") from None
     if not isinstance(config, dict):
@@ -386,31 +378,18 @@ def refuse_mismatches(mismatches: Sequence[str]) -> None:
         )
 
 
-def refuse_misspelt(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Reject misspelt top-level keys of a configuration; return other unknown keys, which have no effect."""
-    known = sorted(set(names))
-    unknown = [name for name in config if name not in known]
-    for name in unknown:
-        if hint := did_you_mean(name, known, "", cutoff=0.8):
-            raise SettingsError(
-                f"The DeepSpeed configuration has {name!r}: {config[name]!r}, which the installed "
-                f"version of DeepSpeed does not support; {hint}"
-            )
-    return unknown
-
-
-def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of a configuration that is not a dictionary, with its dotted key.
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of the values of a configuration that are not dictionaries.
 
     Example:
         >>> [*leaves({"a": {"b": 1, "c": 2}, "d": 3})]
-        [('a.b', 1), ('a.c', 2), ('d', 3)]
+        ['a.b', 'a.c', 'd']
     """
     for name, value in config.items():
         if isinstance(value, dict):
             yield from leaves(cast("dict[str, Any]", value), f"{prefix}{name}.")
         else:
-            yield prefix + name, value
+            yield prefix + name
 
 
 KEYS: Mapping[str, str] = {
@@ -425,47 +404,22 @@ KEYS: Mapping[str, str] = {
 }
 """Keys of the configuration by field of `DeepSpeedPlugin`."""
 
-_DEVICES = ("none", "cpu", "nvme")
-_COUNT = ("a whole number above 0", partial(is_count, least=1))
-_DEVICE = (f"one of {_DEVICES}", _DEVICES.__contains__)
-_WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    KEYS["gradient_accumulation_steps"]: _COUNT,
-    KEYS["gradient_clipping"]: (
-        "a number, 0 or more",
-        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
-    ),
-    KEYS["zero_stage"]: ("0, 1, 2 or 3", lambda value: is_count(value, least=0) and value <= 3),
-    KEYS["offload_optimizer_device"]: _DEVICE,
-    KEYS["offload_param_device"]: _DEVICE,
-    "train_micro_batch_size_per_gpu": _COUNT,
-    "train_batch_size": _COUNT,
-}
 
-
-def check_fields(config: HfDeepSpeedConfig) -> None:
-    """Check the values that DeepSpeed would later reject or ignore."""
-    problems = [
-        f"{key}={value!r}: expected {wanted}"
-        for key, (wanted, holds) in _WANTED.items()
-        if (value := config.get_value(key)) not in {None, AUTO} and not holds(value)
-    ]
+def check_offload(config: HfDeepSpeedConfig) -> None:
+    """Refuse offload that DeepSpeed would not do at the stage, and an accumulation boundary of its own."""
+    problems: list[str] = []
     stage = config.get_value(KEYS["zero_stage"], 0)
-    has_stage = not problems and config.get_value(KEYS["zero_stage"]) != AUTO
-    for what, least in (("optimizer", 1), ("param", 3)) if has_stage else ():
+    if stage != AUTO and stage not in range(4):
+        raise SettingsError(f"zero_optimization.stage={stage!r}: expected 0, 1, 2 or 3.")
+    for what, least in (("optimizer", 1), ("param", 3)) if stage != AUTO else ():
         device = config.get_value(KEYS[f"offload_{what}_device"]) or "none"
-        path = config.get_value(KEYS[f"offload_{what}_nvme_path"])
         needed = 3 if device == "nvme" else least
         if device != "none" and stage < needed:
             problems.append(
-                f"offload_{what} to {device!r} needs ZeRO stage "
-                f"{needed}{' or higher' if needed < 3 else ''}, but the stage is {stage}"
+                f"offload_{what} to {device!r} needs ZeRO stage {needed}, but the stage is {stage}"
             )
-        if device == "nvme" and not path:
+        if device == "nvme" and not config.get_value(KEYS[f"offload_{what}_nvme_path"]):
             problems.append(f"offload_{what} to 'nvme' needs offload_{what}_nvme_path, a folder on the disk")
-        if path and device != "nvme":
-            problems.append(
-                f"offload_{what}_nvme_path={path!r} has no effect with offload_{what}_device={device!r}"
-            )
     if config.get_value("managed_gradient_accumulation") is False:
         problems.append(
             "managed_gradient_accumulation=False: accel sets the engine's accumulation boundary itself; "

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_state import environ, process_group
-from accel_state.errors import MissingDependencyError, SettingsError, did_you_mean
+from accel_state.errors import MissingDependencyError
 from accel_state.libraries import compare_versions, require
 
 if TYPE_CHECKING:
@@ -154,23 +154,3 @@ def GatheredParameters(  # noqa: N802 - the documented name
     gather = ds_module("runtime.zero").GatheredParameters
     with gather(sharded, modifier_rank=modifier_rank, fwd_module=fwd_module):
         yield
-
-
-def find_classes(model: nn.Module, names: str) -> list[type[nn.Module]]:
-    """Find the classes of a model's modules by their names, separated by commas.
-
-    Example:
-        >>> import torch
-        >>> find_classes(torch.nn.Sequential(torch.nn.Linear(1, 1)), "Linear")
-        [<class 'torch.nn.modules.linear.Linear'>]
-    """
-    classes = {type(module).__name__: type(module) for module in model.modules()}
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    for name in wanted:
-        if name not in classes:
-            hint = did_you_mean(name, classes, f"it has {', '.join(sorted(classes))}.")
-            raise SettingsError(
-                f"DeepSpeedPlugin(transformer_moe_cls_names={names!r}): {type(model).__name__} has no "
-                f"module of the class {name!r}; {hint}"
-            )
-    return [classes[name] for name in wanted]

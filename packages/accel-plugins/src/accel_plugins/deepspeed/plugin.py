@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -14,7 +14,7 @@ from accel_plugins.deepspeed.config import (
     KEYS,
     HfDeepSpeedConfig,
     KnownValue,
-    check_fields,
+    check_offload,
     fill,
     leaves,
     link,
@@ -22,7 +22,7 @@ from accel_plugins.deepspeed.config import (
     refuse_mismatches,
     without_none,
 )
-from accel_plugins.deepspeed.library import ds_module, find_classes, load_library
+from accel_plugins.deepspeed.library import ds_module, load_library
 from accel_plugins.kwargs import expect_flags, resolve_fields
 from accel_state import environ
 from accel_state.accelerator_state import AcceleratorState, is_initialized
@@ -112,7 +112,7 @@ class DeepSpeedPlugin:
         filled = fill(self.deepspeed_config, known)
         refuse_mismatches(filled.mismatches)
         self.deepspeed_config = filled.config
-        check_fields(self.hf_ds_config)
+        check_offload(self.hf_ds_config)
         self.deepspeed_config = without_none(filled.config)
         for name, key in KEYS.items():
             value = self.get_value(key)
@@ -198,25 +198,7 @@ class DeepSpeedPlugin:
         Raises:
             SettingsError: No value is known, or it contradicts and `mismatches` is `None`.
         """
-        node, last = self.hf_ds_config.find_config_node(ds_key_long)
-        if node is None or last not in node:
-            return
-        if node[last] == AUTO:
-            if ds_key_long not in kwargs:
-                raise SettingsError(
-                    f"The DeepSpeed configuration has {ds_key_long}='auto', but its value is unknown. Set a "
-                    f"value, or pass {ds_key_long!r} as an argument."
-                )
-            node[last] = kwargs[ds_key_long]
-            self.hf_ds_config.set_stage_and_offload()
-            return
-        if must_match and node[last] is not None and node[last] != kwargs.get(ds_key_long, node[last]):
-            known = KnownValue(value=kwargs[ds_key_long], source="argument")
-            problem = known.contradiction(ds_key_long, node[last])
-            if mismatches is None:
-                refuse_mismatches([problem])
-            else:
-                mismatches.append(problem)
+        self._fill([ds_key_long], mismatches, must_match, kwargs)
 
     def deepspeed_config_process(
         self,
@@ -244,11 +226,28 @@ class DeepSpeedPlugin:
             >>> plugin.get_value("train_batch_size")
             8
         """
-        collected: list[str] = [] if mismatches is None else mismatches
-        for key, _ in [*leaves(self.deepspeed_config if config is None else config, prefix)]:
-            self.fill_match(key, collected, must_match, **kwargs)
+        section = self.deepspeed_config if config is None else config
+        self._fill([*leaves(section, prefix)], mismatches, must_match, kwargs)
+
+    def _fill(
+        self, keys: list[str], mismatches: list[str] | None, must_match: bool, values: Mapping[str, Any]
+    ) -> None:
+        known = {
+            key: KnownValue(value=values[key], source="argument", binding=must_match)
+            for key in keys
+            if key in values
+        }
+        filled = fill(self.deepspeed_config, known)
+        if unknown := [key for key in filled.open_keys if key in keys]:
+            raise SettingsError(
+                f"The DeepSpeed configuration has 'auto' for {', '.join(unknown)}, whose value is unknown: "
+                "set it, or pass it by its dotted key."
+            )
+        self.deepspeed_config = filled.config
         if mismatches is None:
-            refuse_mismatches(collected)
+            refuse_mismatches(filled.mismatches)
+        else:
+            mismatches += filled.mismatches
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Set the engine's precision, unless the configuration has one.
@@ -309,9 +308,16 @@ class DeepSpeedPlugin:
             SettingsError: The model has no layer of a class.
         """
         if self.transformer_moe_cls_names and self.hf_ds_config.is_zero3():
-            classes = find_classes(model, self.transformer_moe_cls_names)
+            names = [name.strip() for name in self.transformer_moe_cls_names.split(",")]
+            classes = {type(module).__name__: type(module) for module in model.modules()}
+            if missing := [name for name in names if name not in classes]:
+                raise SettingsError(
+                    f"DeepSpeedPlugin(transformer_moe_cls_names={self.transformer_moe_cls_names!r}): "
+                    f"{type(model).__name__} has no module of the class {missing[0]!r}; it has "
+                    f"{', '.join(sorted(classes))}."
+                )
             load_library("transformer_moe_cls_names")
-            ds_module("utils").set_z3_leaf_modules(model, classes)
+            ds_module("utils").set_z3_leaf_modules(model, [classes[name] for name in names])
 
     def to_settings(self, settings: Settings) -> Settings:
         """Return the settings with DeepSpeed enabled and the configuration's accumulation steps."""

@@ -20,15 +20,12 @@ from accel_plugins.sharding.shards import group_tied_names
 from accel_plugins.sharding.state import StateAllocator, StateForm, names_to_indices, state_by_name
 from accel_plugins.strategy import StateDict
 from accel_plugins.unsharded import States, Write, load_in_place
-from accel_state.errors import CheckpointError, UnsupportedError
+from accel_state.errors import CheckpointError, UnsupportedError, some_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.deepspeed.strategy import DeepSpeedStrategy
-
-_MAX_PROBLEMS = 20
-"""Problems that a message names."""
 
 
 @final
@@ -46,29 +43,14 @@ class EngineState:
         self._module: nn.Module = engine.module if module is None else module
 
     @torch.no_grad()
-    def weights(self, *, keep: bool, exact: bool) -> dict[str, Any]:
-        """Gather the full state dict of the model, empty on ranks without `keep`.
+    def iter_weights(self, *, keep: bool, exact: bool = False) -> Iterator[dict[str, Any]]:
+        """Gather the full state dict tensor by tensor, tied names together; empty on ranks without `keep`.
 
         `exact` requests the float32 master weights of 16-bit parameters.
         """
-        weights: dict[str, Any] = {}
-        seen: dict[int, Any] = {}  # Tied weights are gathered once.
         to_host = any(map(is_sharded, self._module.parameters()))
-        for name, value in self._module.state_dict(keep_vars=True).items():
-            if id(value) not in seen:
-                seen[id(value)] = self._full(value, keep=keep, exact=exact, to_host=to_host)
-            if keep:
-                weights[name] = seen[id(value)]
-        return weights
-
-    @torch.no_grad()
-    def iter_weights(self, *, keep: bool) -> Iterator[dict[str, Any]]:
-        """Gather the full state dict tensor by tensor if parameters are sharded, tied names together."""
-        if not any(map(is_sharded, self._module.parameters())):
-            yield self.weights(keep=keep, exact=False)
-            return
         for names, value in group_tied_names(self._module.state_dict(keep_vars=True)):
-            full = self._full(value, keep=keep, exact=False, to_host=True)
+            full = self._full(value, keep=keep, exact=exact, to_host=to_host)
             yield dict.fromkeys(names, full) if keep else {}
             del full  # It is freed before the next tensor is gathered.
 
@@ -89,24 +71,20 @@ class EngineState:
         # 1. Refuse a state dict that does not fit.
         current = self._module.state_dict(keep_vars=True)
         missing, unexpected = sorted(current.keys() - state.keys()), sorted(state.keys() - current.keys())
-        shapes = {
-            name: (tuple(state[name].shape), tuple(getattr(value, "ds_shape", value.shape)))
-            for name, value in current.items()
-            if name in state and isinstance(value, torch.Tensor)
-        }
-        problems = [
-            f"{name} has the shape {saved} in the state dict and {own} in the model"
-            for name, (saved, own) in shapes.items()
-            if saved != own
-        ]
-        if strict:
-            problems += [f"{name} is missing" for name in missing]
-            problems += [f"{name} is not in the model" for name in unexpected]
+        problems = [f"missing keys {missing}, unexpected keys {unexpected}"] if missing or unexpected else []
+        shapes = [name for name in current if name in state and isinstance(current[name], torch.Tensor)]
+        problems = problems if strict else []
+        for name in shapes:
+            saved, own = (
+                tuple(state[name].shape),
+                tuple(getattr(current[name], "ds_shape", current[name].shape)),
+            )
+            if saved != own:
+                problems.append(f"{name} has the shape {saved} in the state dict and {own} in the model")
         if problems:
-            more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
             raise RuntimeError(
                 f"The state dict does not fit {type(self._module).__name__}: "
-                f"{'; '.join(problems[:_MAX_PROBLEMS])}{more}."
+                f"{some_of(problems, most=20, width=300)}."
             )
         # 2. Copy the weights, and the master weights from them; then exact values of master weights.
         seen: set[int] = set()
@@ -419,7 +397,10 @@ class DeepSpeedStates(States):
         `exact` requests the float32 master weights instead of the 16-bit weights of the model.
         """
         state = self._state_of(model)
-        return super().full_state_dict(model) if state is None else state.weights(keep=keep, exact=exact)
+        if state is None:
+            return super().full_state_dict(model)
+        parts = state.iter_weights(keep=keep, exact=exact)
+        return dict(chain.from_iterable(part.items() for part in parts))
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         state = self._state_of(model)

@@ -23,7 +23,6 @@ from accel_plugins.deepspeed.config import (
     autofill,
     batch_size_of,
     hidden_size_of,
-    refuse_misspelt,
 )
 from accel_plugins.deepspeed.engine import (
     DeepSpeedEngineWrapper,
@@ -50,11 +49,8 @@ from accel_plugins.strategy import (
 from accel_plugins.unsharded import check_materialised
 from accel_state import hang_monitor
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
-from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
-
-logger = get_logger(__name__)
 
 
 class DeepSpeedStrategy(Strategy):
@@ -383,51 +379,13 @@ def _find_selected(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin:
 
 
 def validate_config(config: dict[str, Any]) -> None:
-    """Validate a filled configuration by DeepSpeed's key names and parser."""
-    names = set(_MORE_NAMES)
-    for module in _NAMES_IN:
-        constants = vars(ds_module(module)).items()
-        names |= {value for key, value in constants if key.isupper() and isinstance(value, str)}
-    if unknown := refuse_misspelt(config, names):
-        logger.warning(
-            "The DeepSpeed configuration has %s, which the installed version does not know: no effect.",
-            ", ".join(map(repr, unknown)),
-        )
+    """Validate the ZeRO section of a filled configuration by DeepSpeed's parser."""
     try:
         ds_module("runtime.zero.config").get_zero_config(config)
     except ValueError as error:  # pydantic lists all fields at once.
         raise SettingsError(
             f"DeepSpeed cannot use zero_optimization={config['zero_optimization']!r}: {error}"
         ) from None
-
-
-# Keys that DeepSpeed's constants lack.
-_MORE_NAMES = frozenset(
-    {
-        "amp",
-        "aio",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
-        "comet",
-        "flops_profiler",
-        "activation_checkpointing",
-        "autotuning",
-        "elasticity",
-        "compression_training",
-        "weight_quantization",
-        "hybrid_engine",
-        "tensor_parallel",
-        "compile",
-        "timers",
-        "nebula",
-        "sequence_parallel_size",
-        "data_parallel_size",
-        "inference",
-        "pipeline",
-    }
-)
-_NAMES_IN = ("runtime.constants", "runtime.config", "runtime.zero.config", "monitor.config", "comm.config")
 
 
 def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) -> None:
