@@ -178,19 +178,17 @@ def test_what_megatron_does_not_compute_of_an_encoder_is_refused():
         plugin = MegatronLMPlugin(context_parallel_size=2)
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
         model = MODELS["masked tokens"]()
-        with pytest.raises(UnsupportedError, match=r"context_parallel_size=2.*not those of 'bert'"):
+        with pytest.raises(UnsupportedError, match=r"'bert': context_parallel_size=2"):
             accelerator.prepare(model, make_optimizer(model))
         accelerator.free_memory()
         plugin = MegatronLMPlugin(recompute_granularity="full", recompute_num_layers=2)
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
-        with pytest.raises(UnsupportedError, match=r"recompute_num_layers=2.: a T5 recomputes layer by"):
+        with pytest.raises(UnsupportedError, match=r"recompute_num_layers=2 .a T5 recomputes layer by"):
             accelerator.prepare(make_t5())
         accelerator.free_memory()
         plugin = MegatronLMPlugin(pp_degree=2, num_micro_batches=2)
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
-        with pytest.raises(
-            SettingsError, match=r"does not divide an encoder and a decoder into pp_degree=2 stages"
-        ) as caught:
+        with pytest.raises(SettingsError, match=r"an encoder and a decoder by pp_degree=2") as caught:
             accelerator.prepare(make_t5())
         assert "\n" not in str(caught.value)
         assert not core("parallel_state").model_parallel_is_initialized()

@@ -12,16 +12,7 @@ from torch import nn
 
 import accel_plugins.megatron as package
 from accel_plugins.megatron.arguments import scheduler_arguments
-from accel_plugins.megatron.checks import (
-    check_attention,
-    check_context,
-    check_data_options,
-    check_offload,
-    check_positions,
-    check_schedule,
-    check_sequence_lengths,
-    check_token_loss,
-)
+from accel_plugins.megatron.checks import check_kind, check_objects, check_offload
 from accel_plugins.megatron.data import MegatronLMDummyScheduler
 from accel_plugins.megatron.optimizer import (
     check_other_args,
@@ -53,12 +44,14 @@ def names_read():
                 names.add(node.attr)
             elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
                 names.add(node.slice.value)
+            elif isinstance(node, ast.Dict) and path.name not in DESCRIBING:
+                names |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
     return names
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_is_read_or_refused(name):
-    assert (name in names_read()) is not (name in UNSUPPORTED)
+    assert (name in names_read() or name in RECEIVED) is not (name in UNSUPPORTED)
 
 
 OTHER = {"use_custom_fsdp": True, "set_all_logging_options": True, "tensorboard_dir": "logs"}
@@ -145,34 +138,66 @@ def test_megatron_core_receives_a_field(name):
     assert received(beside | {name: value}) != received(before | PAIRS.get(name, {}))
 
 
+PREPARED = {"has_optimizer": True, "has_schedule": True, "has_loaders": True, "has_indexed": True}
+
+
 def test_a_schedule_needs_its_placeholder_and_that_an_optimizer(caplog):
     plugin = MegatronLMPlugin(lr_decay_iters=10, min_lr=0.1)
-    check_schedule(plugin, has_optimizer=True, has_placeholder=True)
-    check_schedule(plugin, has_optimizer=False, has_placeholder=False)  # a model to evaluate
-    check_schedule(MegatronLMPlugin(), has_optimizer=True, has_placeholder=False)
+    nothing = dict.fromkeys(PREPARED, False)
+    check_objects(plugin, **PREPARED)
+    check_objects(plugin, **nothing)  # a model to evaluate
+    check_objects(MegatronLMPlugin(), **PREPARED | {"has_schedule": False})
     assert not caplog.records
-    check_schedule(plugin, has_optimizer=True, has_placeholder=False)
+    check_objects(plugin, **PREPARED | {"has_schedule": False})
     (record,) = caplog.records
     assert "(lr_decay_iters=10, min_lr=0.1) has no effect without Megatron's schedule" in record.getMessage()
     with pytest.raises(SettingsError, match="MegatronLMDummyScheduler without its optimizer"):
-        check_schedule(plugin, has_optimizer=False, has_placeholder=True)
+        check_objects(plugin, **nothing | {"has_schedule": True})
 
 
-def test_positions_are_those_of_the_model():
-    check_positions(MegatronLMPlugin(), "rope", "Llama")
-    check_positions(MegatronLMPlugin(use_rotary_position_embeddings=True), "rope", "Llama")
-    check_positions(MegatronLMPlugin(use_rotary_position_embeddings=False), None, "Bert")
-    with pytest.raises(SettingsError, match=r"embeddings=True.: GPT2 does not have rotary positions"):
-        check_positions(MegatronLMPlugin(use_rotary_position_embeddings=True), "learned_absolute", "GPT2")
-    with pytest.raises(SettingsError, match=r"embeddings=False.: Llama has rotary positions"):
-        check_positions(MegatronLMPlugin(use_rotary_position_embeddings=False), "rope", "Llama")
+ROPE = {"positions": "rope", "has_engine": False}
+LEARNED = {"positions": "learned_absolute", "has_engine": False}
 
 
-def test_only_sequences_of_decoders_are_divided():
-    check_context(2, "gpt", "llama")
-    check_context(1, "bert", "bert")
-    with pytest.raises(UnsupportedError, match=r"context_parallel_size=2.*'bert'"):
-        check_context(2, "bert", "bert")
+@pytest.mark.parametrize(
+    ("options", "kind", "beside", "text"),
+    [
+        ({"use_rotary_position_embeddings": True}, "gpt", LEARNED, "its configuration decides"),
+        ({"use_rotary_position_embeddings": False}, "gpt", ROPE, "its configuration decides"),
+        ({"context_parallel_size": 2}, "bert", LEARNED, "only sequences of decoders"),
+        ({"attention_backend": "flash"}, "gpt", ROPE, "transformer-engine"),
+        ({"attention_backend": "fused"}, "t5", ROPE | {"has_engine": True}, "transformer-engine"),
+        ({"attention_softmax_in_fp32": False}, "t5", ROPE, "which precision"),
+        ({"attention_softmax_in_fp32": False}, "gpt", ROPE | {"has_engine": True}, "which precision"),
+        ({"calculate_per_token_loss": True}, "bert", LEARNED, "no loss by token"),
+        ({"encoder_seq_length": 8}, "gpt", ROPE, "are seq_length"),
+        ({"decoder_seq_length": 8}, "bert", LEARNED, "are seq_length"),
+        ({"seq_length": 8}, "t5", ROPE, "are encoder_seq_length, decoder_seq_length"),
+    ],
+)
+def test_options_without_effect_on_a_kind_of_model_are_refused(options, kind, beside, text):
+    (name,) = options
+    with pytest.raises(UnsupportedError, match=rf"{name}={options[name]!r} \(.*{text}.*'?Leave them out"):
+        check_kind(MegatronLMPlugin(**options), kind, "mine", **beside)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "beside"),
+    [
+        ({}, "gpt", ROPE),
+        ({"use_rotary_position_embeddings": True}, "gpt", ROPE),
+        ({"use_rotary_position_embeddings": False}, "bert", {"positions": None, "has_engine": None}),
+        ({"context_parallel_size": 2}, "gpt", ROPE),
+        ({"attention_backend": "flash"}, "gpt", ROPE | {"has_engine": True}),
+        ({"attention_backend": "flash"}, "gpt", ROPE | {"has_engine": None}),
+        ({"attention_backend": "local"}, "bert", LEARNED),
+        ({"attention_softmax_in_fp32": False}, "gpt", ROPE),
+        ({"calculate_per_token_loss": True}, "gpt", ROPE),
+        ({"encoder_seq_length": 8, "decoder_seq_length": 8}, "t5", ROPE),
+    ],
+)
+def test_options_with_an_effect_are_not_refused(options, kind, beside):
+    check_kind(MegatronLMPlugin(**options), kind, "mine", **beside)
 
 
 AWARE = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
@@ -199,50 +224,6 @@ def test_an_optimizer_that_megatron_core_cannot_offload_or_keep_in_16_bits_is_re
         check_offload(plugin, torch.optim.SGD(layer.parameters()))
 
 
-@pytest.mark.parametrize("backend", ["flash", "fused"])
-def test_attention_of_transformer_engine_is_not_replaced_silently(backend):
-    plugin = MegatronLMPlugin(attention_backend=backend)
-    with pytest.raises(UnsupportedError, match=rf"attention_backend='{backend}'.*TransformerEngine.*leave"):
-        check_attention(plugin, "gpt", "llama", has_engine=False)
-    check_attention(plugin, "gpt", "llama", has_engine=True)
-    with pytest.raises(UnsupportedError, match=rf"attention_backend='{backend}'.*'t5'.*leave it out"):
-        check_attention(plugin, "t5", "t5", has_engine=True)
-
-
-def test_attention_that_is_computed_has_the_precision_that_was_asked_for():
-    for backend in ("auto", "local"):
-        check_attention(MegatronLMPlugin(attention_backend=backend), "bert", "bert", has_engine=True)
-    plugin = MegatronLMPlugin(attention_softmax_in_fp32=False)
-    check_attention(plugin, "gpt", "llama", has_engine=False)
-    wrong = (("t5", False, {}), ("gpt", True, {}), ("gpt", False, {"context_parallel_size": 2}))
-    for kind, has_engine, sizes in wrong:
-        plugin = MegatronLMPlugin(attention_softmax_in_fp32=False, **sizes)
-        with pytest.raises(UnsupportedError, match=r"attention_softmax_in_fp32=False.*leave it out"):
-            check_attention(plugin, kind, kind, has_engine=has_engine)
-
-
-def test_the_loss_by_token_is_that_of_steps_that_have_it():
-    plugin = MegatronLMPlugin(calculate_per_token_loss=True)
-    check_token_loss(plugin, "gpt", "llama")
-    check_token_loss(MegatronLMPlugin(), "bert", "bert")
-    with pytest.raises(UnsupportedError, match=r"calculate_per_token_loss=True.*'bert'.*leave it out"):
-        check_token_loss(plugin, "bert", "bert")
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "wanted"),
-    [
-        ("gpt", "encoder_seq_length", "seq_length"),
-        ("bert", "decoder_seq_length", "seq_length"),
-        ("t5", "seq_length", "encoder_seq_length, decoder_seq_length"),
-    ],
-)
-def test_a_length_of_what_a_model_does_not_have_is_refused(kind, name, wanted):
-    with pytest.raises(SettingsError, match=rf"{name}=8.*has no effect.*'mine'.*use {wanted}\."):
-        check_sequence_lengths(MegatronLMPlugin(**{name: 8}), kind, "mine")
-    check_sequence_lengths(MegatronLMPlugin(**dict.fromkeys(wanted.split(", "), 8)), kind, "mine")
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -258,19 +239,20 @@ def test_a_length_of_what_a_model_does_not_have_is_refused(kind, name, wanted):
 def test_options_of_indexed_data_sets_need_one(options, caplog):
     (name,) = options
     plugin = MegatronLMPlugin(**options)
-    check_data_options(plugin, has_indexed=True, has_placeholder=False)
+    plain = PREPARED | {"has_schedule": False, "has_indexed": False}
+    check_objects(plugin, **PREPARED | {"has_schedule": False})
     assert not caplog.records
-    check_data_options(plugin, has_indexed=False, has_placeholder=False)
+    check_objects(plugin, **plain)
     (record,) = caplog.records
     assert f"{name}=" in record.getMessage()
     assert "has no effect without indexed data sets: prepare a MegatronLMDummyDataL" in record.getMessage()
     plugin.custom_train_step_class = object  # which may read it
-    check_data_options(plugin, has_indexed=False, has_placeholder=False)
+    check_objects(plugin, **plain)
     assert len(caplog.records) == 1
 
 
 def test_the_length_of_the_training_is_that_of_the_schedule(caplog):
-    check_data_options(MegatronLMPlugin(train_iters=4), has_indexed=False, has_placeholder=True)
+    check_objects(MegatronLMPlugin(train_iters=4), **PREPARED | {"has_indexed": False})
     assert not caplog.records
 
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from accel_plugins.megatron.families import FAMILIES
+from accel_plugins.megatron.families import FAMILIES, ModelFamily
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.data import MegatronLMDummyScheduler
@@ -134,15 +133,6 @@ def scheduler_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
         warmup = args["lr_warmup_samples"]
     if args["lr_warmup_fraction"] is not None:
         warmup = math.floor(args["lr_warmup_fraction"] * decay)
-    if not warmup < decay:
-        raise SettingsError(
-            f"The warm-up of the schedule takes {warmup} samples of {decay}: make it shorter (lr_warmup_*, "
-            "or warmup_num_steps of MegatronLMDummyScheduler), or the training longer."
-        )
-    if args["min_lr"] > args["lr"]:
-        raise SettingsError(
-            f"MegatronLMPlugin(min_lr={args['min_lr']!r}) is above the learning rate {args['lr']!r}."
-        )
     start, end = args["start_weight_decay"], args["end_weight_decay"]
     return {
         "init_lr": 0.0,
@@ -158,75 +148,7 @@ def scheduler_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@frozen
-class Sizes:
-    """The sizes of a transformer that parallel groups divide.
-
-    Args:
-        name: Class of the model or of its configuration, for messages.
-        kv_heads: Key-value heads of a layer: fewer with grouped-query attention.
-        layers: Number of layers; only the decoder's if there is an encoder.
-        encoder_layers: Number of encoder layers if there is a decoder, too; else 0.
-        max_positions: Number of position embeddings; `None` if positions are relative.
-    """
-
-    name: str
-    heads: int
-    kv_heads: int
-    layers: int
-    hidden: int
-    ffn: int
-    vocab: int
-    encoder_layers: int = 0
-    max_positions: int | None = None
-
-
-def model_sizes(config: Any, name: str | None = None) -> Sizes:
-    """Read the sizes of a model.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> config = SimpleNamespace(
-        ...     num_attention_heads=4, num_hidden_layers=2, hidden_size=64, d_ff=128, vocab_size=96
-        ... )
-        >>> sizes = model_sizes(config, "Mine")
-        >>> sizes.heads, sizes.kv_heads, sizes.ffn
-        (4, 4, 128)
-    """
-    known = name or type(config).__name__
-    hidden = _size(config, known, "hidden_size", "d_model", "n_embd")
-    heads = _size(config, known, "num_attention_heads", "num_heads", "n_head")
-    is_pair = bool(getattr(config, "is_encoder_decoder", False))
-    layers = _size(config, known, "num_hidden_layers", "num_layers", "n_layer")
-    ffn = _first(config, "intermediate_size", "d_ff", "n_inner")
-    return Sizes(
-        name=known,
-        heads=heads,
-        kv_heads=_first(config, "num_key_value_heads") or heads,
-        layers=(_first(config, "num_decoder_layers") or layers) if is_pair else layers,
-        encoder_layers=layers if is_pair else 0,
-        hidden=hidden,
-        ffn=ffn or 4 * hidden,
-        vocab=_size(config, known, "vocab_size"),
-        max_positions=_first(config, "max_position_embeddings", "n_positions"),
-    )
-
-
-def _first(config: Any, *names: str) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
-
-
-def _size(config: Any, known: str, *names: str) -> int:
-    value = _first(config, *names)
-    if value is None:
-        raise SettingsError(
-            f"The configuration of {known} has no {names[0]}, without which Megatron cannot train the model."
-        )
-    return int(value)
-
-
 _PARSERS: dict[str, Parser] = {}
-_OF_KINDS: Mapping[str, str] = {"gpt": "llama", "bert": "bert", "t5": "t5"}
 _ANY_LENGTH = 1024
 """Sequence length of a model without a limit of positions, if no length is set."""
 
@@ -260,16 +182,52 @@ def enter_network_args(
     """Set the sizes of a model in the arguments of a plugin."""
     config: Any = getattr(model, "config", None)
     model_type: Any = getattr(config, "model_type", None)
-    parser = _PARSERS.get(model_type)
-    if parser is None and (row := FAMILIES.available().get(model_type)) is not None:
-        parser = _PARSERS[_OF_KINDS[row.kind]]  # Families of other distributions use ours of their kind.
-    if parser is None:
+    families = FAMILIES.available()
+    if model_type in _PARSERS:
+        _PARSERS[model_type](plugin, model, batch_data)
+    elif model_type in families:
+        _enter_sizes(plugin, model, families[model_type], batch_data or {})
+    else:
         raise SettingsError(
             f"{type(model).__name__} is of type {model_type!r}, which is not described to Megatron (known: "
-            f"{', '.join(sorted(_PARSERS))}): register a function with "
+            f"{', '.join(sorted({*_PARSERS, *families}))}): register a function with "
             f"@add_model_config_to_megatron_parser({model_type!r})."
         )
-    parser(plugin, model, batch_data)
+
+
+def _enter_sizes(plugin: MegatronLMPlugin, model: Any, family: ModelFamily, batch: Mapping[str, Any]) -> None:
+    config, kind = model.config, family.kind
+    fields, arguments = family.transformer_config(config), family.model_arguments(model)
+    longest = (None if kind == "t5" else arguments.get("max_sequence_length")) or _ANY_LENGTH
+    lengths = {"encoder_seq_length": "input_ids", "decoder_seq_length": "labels"}
+    for name, key in (lengths if kind == "t5" else {"seq_length": "input_ids"}).items():
+        length = getattr(plugin, name) or (int(batch[key].shape[1]) if key in batch else longest)
+        setattr(plugin, name, length)
+        plugin.megatron_lm_default_args[name] = length
+    name = type(model).__name__.lower()
+    plugin.megatron_lm_default_args |= {
+        "model_type_name": kind,
+        "num_layers": arguments.get("encoder_layers", fields["num_layers"]),
+        "hidden_size": fields["hidden_size"],
+        "ffn_hidden_size": fields["ffn_hidden_size"],
+        "num_attention_heads": fields["num_attention_heads"],
+        "num_query_groups": fields.get("num_query_groups", fields["num_attention_heads"]),
+        "max_position_embeddings": longest,
+        "orig_vocab_size": config.vocab_size,
+        "model_return_dict": bool(getattr(config, "return_dict", True)),
+        "pretraining_flag": kind != "bert" or "pretraining" in name or "maskedlm" in name,
+        "return_logits": plugin.return_logits,
+    }
+    if kind == "bert":
+        plugin.megatron_lm_default_args |= {
+            "bert_binary_head": "pretraining" in name,
+            "num_labels": int(getattr(config, "num_labels", 2)),
+        }
+    if kind == "t5":
+        plugin.megatron_lm_default_args |= {
+            "decoder_start_token_id": getattr(config, "decoder_start_token_id", None) or 0,
+            "pad_token_id": getattr(config, "pad_token_id", None) or 0,
+        }
 
 
 def described_sizes(plugin: MegatronLMPlugin) -> dict[str, Any]:
@@ -277,60 +235,3 @@ def described_sizes(plugin: MegatronLMPlugin) -> dict[str, Any]:
     args = plugin.megatron_lm_default_args
     names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
     return {name: args[name] for name in names if name in args}
-
-
-def _enter_sizes(plugin: MegatronLMPlugin, model: Any, kind: str, batch: Mapping[str, Any] | None) -> Sizes:
-    sizes = model_sizes(model.config, type(model).__name__)
-    if kind != "t5":
-        plugin.seq_length = plugin.seq_length or _length(batch, "input_ids") or sizes.max_positions
-    plugin.megatron_lm_default_args |= {
-        "model_type_name": kind,
-        "num_layers": sizes.encoder_layers or sizes.layers,
-        "hidden_size": sizes.hidden,
-        "ffn_hidden_size": sizes.ffn,
-        "num_attention_heads": sizes.heads,
-        "num_query_groups": sizes.kv_heads,
-        "max_position_embeddings": sizes.max_positions or _ANY_LENGTH,
-        "orig_vocab_size": sizes.vocab,
-        "model_return_dict": bool(getattr(model.config, "return_dict", True)),
-        "pretraining_flag": True,
-        "return_logits": plugin.return_logits,
-        **({} if kind == "t5" else {"seq_length": plugin.seq_length}),
-    }
-    return sizes
-
-
-def _length(batch: Mapping[str, Any] | None, key: str) -> int | None:
-    return None if batch is None or key not in batch else int(batch[key].shape[1])
-
-
-@add_model_config_to_megatron_parser("gpt2")
-@add_model_config_to_megatron_parser("llama")
-def _decoder(plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None) -> None:
-    _enter_sizes(plugin, model, "gpt", batch_data)
-
-
-@add_model_config_to_megatron_parser("bert")
-def _encoder(plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None) -> None:
-    name = _enter_sizes(plugin, model, "bert", batch_data).name.lower()
-    plugin.megatron_lm_default_args |= {
-        "pretraining_flag": "pretraining" in name or "maskedlm" in name,
-        "bert_binary_head": "pretraining" in name,
-        "num_labels": int(getattr(model.config, "num_labels", 2)),
-    }
-
-
-@add_model_config_to_megatron_parser("t5")
-def _encoder_decoder(
-    plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None
-) -> None:
-    sizes = _enter_sizes(plugin, model, "t5", batch_data)
-    longest = sizes.max_positions or _ANY_LENGTH
-    plugin.encoder_seq_length = plugin.encoder_seq_length or _length(batch_data, "input_ids") or longest
-    plugin.decoder_seq_length = plugin.decoder_seq_length or _length(batch_data, "labels") or longest
-    plugin.megatron_lm_default_args |= {
-        "decoder_start_token_id": getattr(model.config, "decoder_start_token_id", None) or 0,
-        "pad_token_id": getattr(model.config, "pad_token_id", None) or 0,
-        "encoder_seq_length": plugin.encoder_seq_length,
-        "decoder_seq_length": plugin.decoder_seq_length,
-    }

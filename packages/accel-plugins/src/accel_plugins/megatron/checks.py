@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.optim import Adam, AdamW, Optimizer
 
-from accel_plugins.megatron.arguments import Sizes
 from accel_plugins.megatron.plugin import DEFAULTS, OWN_CODE, MegatronLMPlugin
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.logging import get_logger
@@ -33,60 +32,65 @@ def data_parallel_size(tensor: int, pipeline: int, context: int, world_size: int
     return world_size // size
 
 
-def check_model(plugin: MegatronLMPlugin, sizes: Sizes) -> None:
-    """Refuse a model whose sizes the parallel groups do not divide."""
-    tensor = plugin.tp_degree or 1
-    divided = (("attention heads", sizes.heads), ("features of the intermediate layer", sizes.ffn))
-    problems = [
-        f"{number} {what} cannot be divided by tp_degree={tensor}"
-        for what, number in divided
-        if number % tensor
-    ]
-    if sizes.kv_heads % tensor and tensor % sizes.kv_heads:
-        problems.append(
-            f"{sizes.kv_heads} key-value heads neither divide tp_degree={tensor} nor are divided by it"
-        )
-    stages, last = plugin.pp_degree or 1, plugin.decoder_last_pipeline_num_layers
-    virtual, layers = plugin.num_layers_per_virtual_pipeline_stage, sizes.layers
-    if stages > 1 and sizes.encoder_layers:
-        problems.append(
-            f"megatron-core does not divide an encoder and a decoder into pp_degree={stages} stages: remove "
-            "it, and use tp_degree, which divides every layer, or use_distributed_optimizer"
-        )
-    elif last is not None:
-        if layers - last < stages - 1 or (layers - last) % (stages - 1):
-            problems.append(
-                f"{layers} layers, less the {last} of decoder_last_pipeline_num_layers, cannot be divided by "
-                f"the {stages - 1} other stages of pp_degree={stages}"
-            )
-    elif layers % stages:
-        problems.append(f"{layers} layers cannot be divided by pp_degree={stages}")
-    elif virtual is not None and layers // stages % virtual:
-        problems.append(
-            f"the {layers // stages} layers of a stage (pp_degree={stages}) cannot be divided by "
-            f"num_layers_per_virtual_pipeline_stage={virtual}"
-        )
-    if problems:
-        raise SettingsError(f"{sizes.name} cannot be divided in this way: {'; '.join(problems)}.")
+def check_model(
+    plugin: MegatronLMPlugin, sizes: Mapping[str, Any], name: str, *, has_encoder: bool = False
+) -> None:
+    """Refuse a model whose sizes the parallel groups do not divide.
+
+    `sizes` are fields of megatron-core's `TransformerConfig`; `has_encoder` says whether its decoder has one.
+    """
+    tensor, stages = plugin.tp_degree or 1, plugin.pp_degree or 1
+    heads, layers = sizes["num_attention_heads"], sizes["num_layers"]
+    groups, last = sizes.get("num_query_groups", heads), plugin.decoder_last_pipeline_num_layers
+    each, virtual = layers // stages, plugin.num_layers_per_virtual_pipeline_stage
+    options = next(
+        (
+            f" and {name}={value}"
+            for name in ("decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage")
+            if (value := getattr(plugin, name)) is not None
+        ),
+        "",
+    )
+    if last is None:
+        is_uneven = layers % stages or (virtual is not None and each % virtual)
+    else:
+        is_uneven = layers - last < stages - 1 or (layers - last) % (stages - 1)
+    rows = (
+        (heads % tensor, f"{heads} attention heads by tp_degree={tensor}"),
+        (groups % tensor and tensor % groups, f"{groups} key-value heads by tp_degree={tensor}"),
+        (
+            sizes["ffn_hidden_size"] % tensor,
+            f"{sizes['ffn_hidden_size']} features of the intermediate layer by tp_degree={tensor}",
+        ),
+        (
+            stages > 1 and has_encoder,
+            f"an encoder and a decoder by pp_degree={stages} (use tp_degree, which divides every layer)",
+        ),
+        (is_uneven, f"{layers} layers by pp_degree={stages}{options}"),
+    )
+    if problems := [text for is_problem, text in rows if is_problem]:
+        raise SettingsError(f"{name} cannot be divided in this way: {'; '.join(problems)}.")
 
 
-def check_schedule(plugin: MegatronLMPlugin, *, has_optimizer: bool, has_placeholder: bool) -> None:
-    """Refuse a schedule without an optimizer; warn about fields of a schedule that is not prepared."""
-    if has_placeholder and not has_optimizer:
+def check_objects(
+    plugin: MegatronLMPlugin,
+    *,
+    has_optimizer: bool,
+    has_schedule: bool,
+    has_loaders: bool,
+    has_indexed: bool,
+) -> None:
+    """Refuse a schedule without an optimizer; warn once about options of objects that are not prepared."""
+    if has_schedule and not has_optimizer:
         raise SettingsError(
             "prepare() got a MegatronLMDummyScheduler without its optimizer: prepare them in one call, as in "
             "prepare(model, optimizer, scheduler)."
         )
-    if has_optimizer and not has_placeholder:
+    if has_optimizer and not has_schedule:
         _warn_unread(plugin, _OF_SCHEDULES, "Megatron's schedule: prepare a MegatronLMDummyScheduler")
-
-
-def check_data_options(plugin: MegatronLMPlugin, *, has_indexed: bool, has_placeholder: bool) -> None:
-    """Warn about options of indexed datasets without such loaders; a schedule also needs a length."""
-    if has_indexed or has_own_code(plugin):
-        return
-    names = _OF_DATA if has_placeholder else (*_OF_DATA, "train_iters", "train_samples")
-    _warn_unread(plugin, names, "indexed data sets: prepare a MegatronLMDummyDataLoader")
+    if has_optimizer and has_loaders and not has_indexed and not has_own_code(plugin):
+        names = _OF_DATA if has_schedule else (*_OF_DATA, "train_iters", "train_samples")
+        _warn_unread(plugin, names, "indexed data sets: prepare a MegatronLMDummyDataLoader")
 
 
 _OF_SCHEDULES = (
@@ -105,36 +109,57 @@ def _warn_unread(plugin: MegatronLMPlugin, names: Iterable[str], missing: str) -
         logger.warning_once("MegatronLMPlugin(%s) has no effect without %s.", described, missing)
 
 
-def check_positions(plugin: MegatronLMPlugin, kind: str | None, name: str) -> None:
-    """Reject a position embedding type for which a model was not built.
+def check_kind(
+    plugin: MegatronLMPlugin, kind: str, name: str, *, positions: str | None, has_engine: bool | None
+) -> None:
+    """Refuse options that a kind of model would ignore without a word.
 
-    `kind` is the model's `position_embedding_type` of megatron-core, `None` for learned positions.
+    `positions` is the model's `position_embedding_type` of megatron-core. `has_engine` says whether decoders
+    have TransformerEngine's layers; `None` before a rank knows it.
     """
-    wanted, has_rotary = plugin.use_rotary_position_embeddings, kind in {"rope", "yarn", "mrope"}
-    if wanted is not None and bool(wanted) is not has_rotary:
-        raise SettingsError(
-            f"MegatronLMPlugin(use_rotary_position_embeddings={wanted!r}): {name} "
-            f"{'has' if has_rotary else 'does not have'} rotary positions, which its configuration decides: "
-            "leave it out."
-        )
-
-
-def check_context(size: int, kind: str, name: str) -> None:
-    """Refuse context parallelism of models other than decoders."""
-    if size > 1 and kind != "gpt":
+    context, rotary = plugin.context_parallel_size or 1, plugin.use_rotary_position_embeddings
+    backend, is_decoder = plugin.attention_backend, kind == "gpt"
+    is_rotary = positions in {"rope", "yarn", "mrope"}
+    lengths = ("encoder_seq_length", "decoder_seq_length") if kind == "t5" else ("seq_length",)
+    needs_engine = backend in {"flash", "fused"} and (not is_decoder or has_engine is False)
+    decides = kind == "t5" or context > 1 or (is_decoder and has_engine is True)
+    refused = (
+        ("context_parallel_size", context > 1 and not is_decoder, "only sequences of decoders are divided"),
+        (
+            "recompute_num_layers",
+            kind == "t5" and plugin.recompute_method == "uniform" and (plugin.recompute_num_layers or 1) > 1,
+            "a T5 recomputes layer by layer, or with recompute_method='block'",
+        ),
+        (
+            "calculate_per_token_loss",
+            kind == "bert" and plugin.calculate_per_token_loss and plugin.custom_train_step_class is None,
+            "its train step has no loss by token",
+        ),
+        ("use_rotary_position_embeddings", rotary not in {None, is_rotary}, "its configuration decides"),
+        (
+            "attention_backend",
+            needs_engine or (not is_decoder and backend == "unfused"),
+            "only decoders have it, on a GPU and with the library transformer-engine",
+        ),
+        (
+            "attention_softmax_in_fp32",
+            plugin.attention_softmax_in_fp32 is False and decides,
+            "its attention decides itself in which precision it computes",
+        ),
+        *(
+            (field, field not in lengths, f"the lengths of its sequences are {', '.join(lengths)}")
+            for field in plugin.longest
+        ),
+    )
+    problems = [
+        f"{field}={getattr(plugin, field)!r} ({reason})"
+        for field, is_refused, reason in refused
+        if is_refused
+    ]
+    if problems:
         raise UnsupportedError(
-            f"MegatronLMPlugin(context_parallel_size={size}): megatron-core divides sequences of decoders, "
-            f"not those of {name!r}, whose positions it numbers from 0 in every part: leave it out."
-        )
-
-
-def check_recompute(plugin: MegatronLMPlugin, kind: str) -> None:
-    """Refuse to recompute several layers of a T5 at once."""
-    number = plugin.recompute_num_layers or 1
-    if kind == "t5" and plugin.recompute_method == "uniform" and number > 1:
-        raise UnsupportedError(
-            f"MegatronLMPlugin(recompute_num_layers={number}): a T5 recomputes layer by layer; leave it out, "
-            "or use recompute_method='block'."
+            f"MegatronLMPlugin has options that have no effect on {name!r}: {'; '.join(problems)}. Leave "
+            "them out."
         )
 
 
@@ -168,50 +193,7 @@ def check_offload(plugin: MegatronLMPlugin, optimizer: Optimizer) -> None:
         )
 
 
-def check_attention(plugin: MegatronLMPlugin, kind: str, name: str, *, has_engine: bool) -> None:
-    """Refuse attention options that the model's own or TransformerEngine's layers would ignore."""
-    backend = plugin.attention_backend
-    if kind != "gpt" and backend not in {"auto", "local"}:
-        raise UnsupportedError(
-            f"MegatronLMPlugin(attention_backend={backend!r}): only decoders have TransformerEngine's "
-            f"attention, {name!r} has one of its own: leave it out."
-        )
-    by_engine = kind == "gpt" and has_engine
-    if backend in {"flash", "fused"} and not by_engine:
-        raise UnsupportedError(
-            f"MegatronLMPlugin(attention_backend={backend!r}) is attention of TransformerEngine, which needs "
-            "a GPU and the library transformer-engine: install it, or leave it out."
-        )
-    by_torch = kind == "t5" or (plugin.context_parallel_size or 1) > 1
-    if plugin.attention_softmax_in_fp32 is False and (by_engine or by_torch):
-        raise UnsupportedError(
-            f"MegatronLMPlugin(attention_softmax_in_fp32=False): the attention of {name!r} decides itself in "
-            "which precision it computes here: leave it out."
-        )
-
-
-def check_token_loss(plugin: MegatronLMPlugin, kind: str, name: str) -> None:
-    """Refuse the loss per token for models whose train step does not support it."""
-    if plugin.calculate_per_token_loss and kind == "bert" and plugin.custom_train_step_class is None:
-        raise UnsupportedError(
-            f"MegatronLMPlugin(calculate_per_token_loss=True): the train step of {name!r} has no loss by "
-            "token: leave it out, or give a custom_train_step_class."
-        )
-
-
-_LENGTHS: Mapping[str, tuple[str, ...]] = {"t5": ("encoder_seq_length", "decoder_seq_length")}
 _OF_DECODERS = ("labels", "decoder_input_ids", "decoder_attention_mask", "text_dec")
-
-
-def check_sequence_lengths(plugin: MegatronLMPlugin, kind: str, name: str) -> None:
-    """Refuse length options of sequences that a model does not have."""
-    wanted = _LENGTHS.get(kind, ("seq_length",))
-    unused = [f"{field}={value}" for field, value in plugin.longest.items() if field not in wanted]
-    if unused:
-        raise SettingsError(
-            f"MegatronLMPlugin({', '.join(unused)}) has no effect on the sequences of {name!r}: use "
-            f"{', '.join(wanted)}."
-        )
 
 
 def check_lengths_of_batch(plugin: MegatronLMPlugin, sequences: Mapping[str, Any]) -> None:

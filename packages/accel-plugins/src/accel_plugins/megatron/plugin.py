@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_plugins.kwargs import is_count, resolve_fields
@@ -242,7 +240,7 @@ class MegatronLMPlugin:
         if self.recompute_granularity != "full":
             self.recompute_method = self.recompute_num_layers = None
         if self.recompute_activations:
-            self.recompute_granularity = "selective"
+            self.recompute_granularity = self.recompute_granularity or "selective"
         if self.recompute_granularity == "full":
             self.recompute_method = self.recompute_method or "uniform"
             self.recompute_num_layers = self.recompute_num_layers or 1
@@ -358,6 +356,11 @@ _CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "recompute_granularity": (None, "full", "selective"),
     "recompute_method": (None, "uniform", "block"),
 }
+_COUNTS = (
+    *("tp_degree", "pp_degree", "context_parallel_size", "num_micro_batches", "recompute_num_layers"),
+    *("decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage"),
+    *("train_iters", "train_samples", "seq_length", "encoder_seq_length", "decoder_seq_length"),
+)
 OWN_CODE = (
     "custom_train_step_class",
     "custom_model_provider_function",
@@ -367,39 +370,6 @@ OWN_CODE = (
     "custom_loss_function",
 )
 """Fields that hold code of the user, which may read any argument."""
-
-
-def is_number(value: object, low: float = 0.0, high: float = math.inf) -> bool:
-    """Return whether a value is a finite number between two others (bools excluded)."""
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and low <= value <= high
-    )
-
-
-_FRACTIONS = ("attention_dropout", "hidden_dropout", "lr_warmup_fraction")
-_BY_TYPE: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "bool": ("True or False", lambda value: isinstance(value, int) and value in {0, 1}),
-    "int": ("a whole number above 0", partial(is_count, least=1)),
-    "float": ("a number, 0 or more", is_number),
-    "Callable[..., Any]": ("something to call", callable),
-    "Callable[..., bool]": ("something to call", callable),
-    "dict[str, Any]": ("a dictionary", lambda value: isinstance(value, dict)),
-    "list[int]": (
-        "a list of whole numbers, one for each loader",
-        lambda value: isinstance(value, list) and all(is_count(number, least=0) for number in value),
-    ),
-}
-_BY_NAME: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    **{name: (f"one of {words}", words.__contains__) for name, words in _CHOICES.items()},
-    **dict.fromkeys(
-        ("lr_warmup_iters", "lr_warmup_samples"), ("a whole number, 0 or more", partial(is_count, least=0))
-    ),
-    **dict.fromkeys(_FRACTIONS, ("a number from 0 to 1", partial(is_number, high=1))),
-    "custom_train_step_class": ("something to call", callable),
-}
 
 
 UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
@@ -453,50 +423,31 @@ _NEEDED = (
 
 
 def check_fields(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Refuse fields with wrong values, that are not supported or contradict each other."""
-    problems: list[str] = []
-    for field in fields(MegatronLMPlugin):
-        value, kind = values[field.name], str(field.type).removesuffix(" | None")
-        wanted, holds = _BY_NAME.get(field.name) or _BY_TYPE.get(kind) or ("", lambda _: True)
-        if not (value is None and field.default is None) and not holds(value):
-            problems.append(f"{sources[field.name]}: expected {wanted}")
-    if problems:
-        raise SettingsError("; ".join(problems) + ".")
+    """Refuse values that megatron-core does not refuse itself, and fields that are not supported."""
     for name, (default, instead) in UNSUPPORTED.items():
         if values[name] != default:
             raise UnsupportedError(f"{sources[name]} is not supported: {instead}.")
-    if problems := [*_contradictions(values, sources)]:
+    problems = [
+        *(
+            f"{sources[name]}: expected one of {choices}"
+            for name, choices in _CHOICES.items()
+            if values[name] not in choices
+        ),
+        *(
+            f"{sources[name]}: expected a whole number above 0"
+            for name in _COUNTS
+            if values[name] is not None and not is_count(values[name], least=1)
+        ),
+        *(
+            f"{sources[name]} and {sources[other]} exclude each other: remove one of them"
+            for name, other in _ALTERNATIVES
+            if values[name] is not None and values[other] is not None
+        ),
+        *(
+            f"{sources[name]} needs {other}={least if least > 1 else True}: add it, or leave it out"
+            for name, other, least in _NEEDED
+            if values[name] and (values[other] or 0) < least
+        ),
+    ]
+    if problems:
         raise SettingsError("; ".join(problems) + ".")
-
-
-def _contradictions(fields: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[str]:
-    for name, other in _ALTERNATIVES:
-        if fields[name] is not None and fields[other] is not None:
-            yield f"{sources[name]} and {sources[other]} exclude each other: remove one of them"
-    for name, other, least in _NEEDED:
-        if fields[name] and (fields[other] or 0) < least:
-            yield f"{sources[name]} needs {other}={least if least > 1 else True}: add it, or leave it out"
-    if fields["recompute_activations"] and fields["recompute_granularity"] == "full":
-        yield (
-            f"{sources['recompute_activations']} recomputes selected activations and "
-            f"{sources['recompute_granularity']} all: remove one of them"
-        )
-    start, end = fields["start_weight_decay"], fields["end_weight_decay"]
-    if (start is None) != (end is None):
-        yield "start_weight_decay and end_weight_decay belong together: set both, or neither"
-    elif start != end and fields["weight_decay_incr_style"] == "constant":
-        yield (
-            f"start_weight_decay={start!r} and end_weight_decay={end!r} differ, but "
-            "weight_decay_incr_style is 'constant': use 'linear' or 'cosine', or give one value"
-        )
-    elif start is not None and start > end:
-        yield f"start_weight_decay={start!r} is above end_weight_decay={end!r}: it can only grow"
-    number, stages = fields["num_micro_batches"], fields["pp_degree"]
-    virtual = "num_layers_per_virtual_pipeline_stage"
-    # megatron-core's number of consecutive micro-batches of a virtual stage is pp_degree by default.
-    has_group = "microbatch_group_size_per_vp_stage" in (fields["other_megatron_args"] or {})
-    if fields[virtual] is not None and not has_group and number % stages:
-        yield (
-            f"{sources[virtual]} needs num_micro_batches that pp_degree={stages} divides, not {number}: give "
-            f"a multiple of {stages}"
-        )

@@ -18,7 +18,7 @@ from accel_ops.modules import unwrap_once
 from accel_plugins.deepspeed.engine import DeepSpeedSchedulerWrapper
 from accel_plugins.kwargs import GradScalerKwargs
 from accel_plugins.megatron import checks
-from accel_plugins.megatron.arguments import described_sizes, model_sizes, optimizer_args
+from accel_plugins.megatron.arguments import described_sizes, optimizer_args
 from accel_plugins.megatron.data import (
     MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler,
@@ -148,7 +148,7 @@ class MegatronStrategy(Strategy):
 
     def check(self, bundle: Bundle) -> None:
         """Refuse models without a row, and sizes that the groups do not divide."""
-        check_request(self.plugin, self.groups, bundle)
+        check_request(self.plugin, bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Build the stages of a transformers model, and Megatron's optimizer from PyTorch's."""
@@ -196,7 +196,8 @@ class MegatronStrategy(Strategy):
         check_other_args(plugin)
         if family is not None:
             has_engine = uses_transformer_engine(plugin.attention_backend)
-            checks.check_attention(plugin, family.kind, family.name, has_engine=has_engine)
+            positions = family.model_arguments(model).get("position_embedding_type")
+            checks.check_kind(plugin, family.kind, family.name, positions=positions, has_engine=has_engine)
         fields = family.transformer_config(model.config) if family else described_sizes(plugin)
         virtual = virtual_stages(plugin, fields["num_layers"])
         config = transformer_config(plugin, fields, self.precision.name, virtual)
@@ -350,7 +351,7 @@ class MegatronStrategy(Strategy):
         return self.run.is_ready
 
 
-def check_request(plugin: MegatronLMPlugin, groups: Groups, bundle: Bundle) -> None:
+def check_request(plugin: MegatronLMPlugin, bundle: Bundle) -> None:
     """Refuse models without a row, and sizes that the groups do not divide."""
     fresh = [model for model in bundle.models if not isinstance(model, MegatronEngine)]
     check_materialised(replace(bundle, models=fresh))
@@ -366,32 +367,31 @@ def check_request(plugin: MegatronLMPlugin, groups: Groups, bundle: Bundle) -> N
         )
     has_indexed = any(isinstance(loader, MegatronLMDummyDataLoader) for loader in bundle.dataloaders)
     has_placeholder = any(isinstance(item, MegatronLMDummyScheduler) for item in bundle.schedulers)
-    checks.check_schedule(plugin, has_optimizer=bool(bundle.optimizers), has_placeholder=has_placeholder)
-    if bundle.optimizers and bundle.dataloaders:
-        checks.check_data_options(plugin, has_indexed=has_indexed, has_placeholder=has_placeholder)
+    checks.check_objects(
+        plugin,
+        has_optimizer=bool(bundle.optimizers),
+        has_schedule=has_placeholder,
+        has_loaders=bool(bundle.dataloaders),
+        has_indexed=has_indexed,
+    )
     for model in fresh:
         for optimizer in bundle.optimizers:
             _check_optimizer(plugin, optimizer)
         if plugin.custom_model_provider_function is None:
-            _check_family(plugin, groups, model, has_indexed=has_indexed)
+            _check_family(plugin, model, has_indexed=has_indexed)
 
 
-def _check_family(plugin: MegatronLMPlugin, groups: Groups, model: Any, *, has_indexed: bool) -> None:
+def _check_family(plugin: MegatronLMPlugin, model: Any, *, has_indexed: bool) -> None:
     family = find_family(model)
     kind, name = family.kind, family.name
-    checks.check_context(groups.context, kind, name)
-    checks.check_recompute(plugin, kind)
-    checks.check_token_loss(plugin, kind, name)
-    checks.check_sequence_lengths(plugin, kind, name)
-    if kind != "gpt":  # Only the ranks know whether decoders have TransformerEngine's layers.
-        checks.check_attention(plugin, kind, name, has_engine=False)
     if has_indexed:
         checks.check_indexed_data(plugin, kind, name)
     family.check(model.config)
     check_covered(model, family.weights(model.config))
-    positions = family.model_arguments(model).get("position_embedding_type")
-    checks.check_positions(plugin, positions, type(model).__name__)
-    checks.check_model(plugin, model_sizes(model.config, type(model).__name__))
+    arguments, sizes = family.model_arguments(model), family.transformer_config(model.config)
+    positions = arguments.get("position_embedding_type")
+    checks.check_kind(plugin, kind, name, positions=positions, has_engine=None)
+    checks.check_model(plugin, sizes, type(model).__name__, has_encoder="encoder_layers" in arguments)
 
 
 def _check_optimizer(plugin: MegatronLMPlugin, optimizer: object) -> None:
