@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_plugins.megatron.arguments import model_sizes
-from accel_plugins.megatron.checks import check_context, check_model
+from accel_plugins.megatron.checks import check_kind, check_model
 from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 
@@ -23,13 +22,20 @@ def stage_elements(
     """
     family = find_family(model)
     config: Any = model.config
-    check_context(context, family.kind, family.name)
     family.check(config)
-    sizes = model_sizes(config, type(model).__name__)
-    plugin = MegatronLMPlugin(tp_degree=tensor, pp_degree=pipeline, decoder_last_pipeline_num_layers=last)
-    check_model(plugin, sizes)
-    each = sizes.layers // pipeline if last is None else (sizes.layers - last) // (pipeline - 1)
-    is_copied = pipeline > 1 and family.model_arguments(model)["share_embeddings_and_output_weights"]
+    sizes, arguments = family.transformer_config(config), family.model_arguments(model)
+    plugin = MegatronLMPlugin(
+        tp_degree=tensor,
+        pp_degree=pipeline,
+        context_parallel_size=context,
+        decoder_last_pipeline_num_layers=last,
+    )
+    positions = arguments.get("position_embedding_type")
+    check_kind(plugin, family.kind, family.name, positions=positions, has_engine=None)
+    check_model(plugin, sizes, type(model).__name__, has_encoder="encoder_layers" in arguments)
+    layers = sizes["num_layers"]
+    each = layers // pipeline if last is None else (layers - last) // (pipeline - 1)
+    is_copied = pipeline > 1 and arguments["share_embeddings_and_output_weights"]
     weights = dict(model.named_parameters(remove_duplicate=False))
     elements = [0] * pipeline
     counted: set[int] = set()

@@ -409,9 +409,10 @@ def check_offload(config: HfDeepSpeedConfig) -> None:
     """Refuse offload that DeepSpeed would not do at the stage, and an accumulation boundary of its own."""
     problems: list[str] = []
     stage = config.get_value(KEYS["zero_stage"], 0)
-    if stage != AUTO and stage not in range(4):
+    has_stage = not config.is_auto(KEYS["zero_stage"])
+    if has_stage and stage not in range(4):
         raise SettingsError(f"zero_optimization.stage={stage!r}: expected 0, 1, 2 or 3.")
-    for what, least in (("optimizer", 1), ("param", 3)) if stage != AUTO else ():
+    for what, least in (("optimizer", 1), ("param", 3)) if has_stage else ():
         device = config.get_value(KEYS[f"offload_{what}_device"]) or "none"
         needed = 3 if device == "nvme" else least
         if device != "none" and stage < needed:
