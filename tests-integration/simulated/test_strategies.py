@@ -91,7 +91,7 @@ def test_two_ranks_of_fsdp1_conform(tmp_path: Path) -> None:
 
 @distributed(world_size=2, device="npu")
 def test_two_stages_of_a_pipeline_conform(tmp_path: Path) -> None:
-    check_strategy(subject(tmp_path, pipeline.build, pp_size=2))
+    check_strategy(subject(tmp_path, pipeline.PipelineStrategy, pp_size=2))
 
 
 @pytest.mark.parametrize("axis", ["hsdp", "tp"])

@@ -387,7 +387,7 @@ class FakeMegatron(FakeStrategy):
         self.recorder = recorder
 
     def check(self, bundle: Bundle) -> None:
-        megatron.check_request(self.plugin, self.groups, bundle)
+        megatron.check_request(self.plugin, bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         del evaluation
