@@ -145,6 +145,7 @@ class DdpStrategy(Strategy):
     """Put models into `DistributedDataParallel`, in a run with several processes."""
 
     name = "ddp"
+    keeps_sharded = True
 
     def __init__(
         self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from accel_plugins.strategy import StrategyFactory, StrategySpec
+from accel_plugins.strategy import ForeignFiles, StrategyFactory, StrategySpec
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.lazy import Registry
@@ -14,6 +15,7 @@ from accel_state.lazy import Registry
 if TYPE_CHECKING:
     import torch
 
+    from accel_state.remote import AnyPath
     from accel_state.settings.model import Settings
     from accel_state.topology import Topology
 
@@ -70,6 +72,7 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             name="deepspeed",
             applies=lambda settings, *_: settings.deepspeed is not None,
             build="accel_plugins.deepspeed.strategy:DeepSpeedStrategy",
+            files="accel_plugins.deepspeed.folder:FILES",
             sections={"deepspeed": {}, "parallelism": None},
         ),
         StrategySpec(
@@ -142,6 +145,16 @@ def load(strategy: str | StrategySpec) -> StrategyFactory:
     """
     spec = STRATEGIES.find(strategy) if isinstance(strategy, str) else strategy
     return STRATEGIES.resolve(spec.name, spec.build)
+
+
+def find_foreign(directory: AnyPath, name: str, index: int) -> tuple[AnyPath, Callable[[Path], Any]] | None:
+    """Return the folder of a model that an engine has written, and its reader; see `ForeignFiles`."""
+    for spec in STRATEGIES.available().values():
+        if spec.files is not None:
+            files: ForeignFiles = STRATEGIES.resolve(spec.name, spec.files)
+            if (folder := files.find(directory, name, index)) is not None:
+                return folder, files.read
+    return None
 
 
 def choose(

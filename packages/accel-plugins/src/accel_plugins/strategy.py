@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import field, replace
 from enum import Enum, auto
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.kwargs import AutocastKwargs
+    from accel_state.remote import AnyPath
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
     from accel_state.topology import Topology
@@ -114,6 +116,8 @@ class StrategySpec:
             they are finite.
         master_weights: Whether models are wrapped so that, under mixed precision, trained parameters are in
             float32 whatever they were loaded in.
+        files: The `"module:object"` of a `ForeignFiles`, if the engine writes files of its own that every
+            strategy can load.
 
     Example:
         >>> spec = StrategySpec(name="mine", applies=lambda *_: False, build="my_package:Mine")
@@ -128,6 +132,22 @@ class StrategySpec:
     max_processes: int | None = None
     shards_gradients: bool = False
     master_weights: bool = False
+    files: str | None = None
+
+
+@frozen
+class ForeignFiles:
+    """Reads the files of an engine without the engine, so that every strategy can load them.
+
+    Args:
+        find: Returns the folder with the files of a model, or `None`: called with the folder of a checkpoint,
+            the name of the model's folder, and the number with which the model was prepared.
+        read: Reads that folder. The result has the methods `weights()`, `numbered_optimizer()` and
+            `optimizer()`: full state dicts; of the optimizer, by number, if known, and by name.
+    """
+
+    find: Callable[[AnyPath, str, int], AnyPath | None]
+    read: Callable[[Path], Any]
 
 
 StateDict: TypeAlias = dict[str, Any]
@@ -313,6 +333,8 @@ class Strategy:
         mesh: The device mesh, if it has several axes.
         fsdp_version: The version of FSDP that shards its models: 2 for `fully_shard`; `None` for neither.
         compiles_in_place: Whether the unwrapped model is compiled instead of its wrapper.
+        keeps_sharded: Whether models that are sharded before `prepare` are trained as they are, by another
+            strategy in its place.
         owns_forward: Whether calls of prepared models, in training mode with gradients enabled, run through
             `train_step`. `accelerator.backward(loss)` then computes nothing, and only accepts a loss that
             such a call has returned.
@@ -340,6 +362,7 @@ class Strategy:
     mesh: DeviceMesh | None = None
     fsdp_version: int | None = None
     compiles_in_place: bool = False
+    keeps_sharded: bool = False
     owns_forward: bool = False
     calls_forward: bool = False
     generators: Generators | None = None

@@ -16,7 +16,8 @@ from accel_state.frozen import frozen
 
 _SOURCE_WIDTH = 80  # characters of a source line that are shown
 _INTERNAL = frozenset(
-    {"accel", "accel_cli", "accel_train", "accel_plugins", "accel_ops", "accel_state", "torch"}
+    {"accel", "accel_cli", "accel_convert", "accel_inspect", "accel_train", "accel_plugins"}
+    | {"accel_ops", "accel_state", "torch"}
     | sys.stdlib_module_names
 )
 _internal_files: dict[str, bool] = {}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from accel_plugins.deepspeed.library import ds_module
+from accel_plugins.strategy import ForeignFiles
 from accel_state.errors import CheckpointError
 from accel_state.files import RestrictedUnpickler
 from accel_state.frozen import frozen
@@ -292,3 +293,12 @@ class _EngineUnpickler(_Unpickler):
         if name not in _OBJECTS:
             raise pickle.UnpicklingError(f"deepspeed's {name} is not allowed in a checkpoint of tensors")
         return getattr(ds_module(_OBJECTS[name]), name)
+
+
+def _find(directory: AnyPath, name: str, index: int) -> AnyPath | None:
+    folder = engine_folder(directory, name, index)
+    return folder if is_engine_folder(folder) else None
+
+
+FILES = ForeignFiles(find=_find, read=read_folder)
+"""The files of engines, for other strategies."""

@@ -50,6 +50,7 @@ class Fsdp2Strategy(ShardedStrategy):
     """Shard models by FSDP2, and over the axes of the run."""
 
     name = "fsdp2"
+    keeps_sharded = True
     fsdp_version = 2
 
     def __init__(

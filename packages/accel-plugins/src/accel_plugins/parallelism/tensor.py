@@ -38,6 +38,7 @@ class TensorParallelStrategy(ShardedStrategy):
     """Shard models by their tensor-parallel plans."""
 
     name = "tp"
+    keeps_sharded = True
 
     def __init__(
         self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]

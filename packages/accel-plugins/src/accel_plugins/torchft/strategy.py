@@ -97,6 +97,7 @@ class ShardedReplicaStrategy(Fsdp2Strategy):
     """Shard models over a group, and average the shards' gradients over all groups."""
 
     name = "torchft_fsdp2"
+    keeps_sharded = False
 
     def __init__(
         self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]

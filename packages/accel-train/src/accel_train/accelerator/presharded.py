@@ -27,7 +27,7 @@ def adopt_sharded(models: Sequence[nn.Module], accelerator: Accelerator) -> None
     if parts.strategy.name == "presharded" or not sharded:
         return
     name = type(sharded[0]).__qualname__
-    if parts.strategy.name not in {"ddp", "tp", "fsdp2"}:
+    if not parts.strategy.keeps_sharded:
         raise UnsupportedError(
             f"{name} is already sharded, as by from_pretrained(distributed_config=...), but the strategy "
             f"{parts.strategy.name!r} shards models itself. Load it without these arguments."

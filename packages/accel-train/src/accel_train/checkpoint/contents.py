@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_plugins import sharding
-from accel_plugins.deepspeed.folder import engine_folder, is_engine_folder, read_folder
+from accel_plugins.registry import find_foreign
 from accel_plugins.sharding.state import (
     INDEX_NAME,
     StateForm,
@@ -333,20 +333,23 @@ def model_loader(
             run.strategy.states.load_native(model, local, index)
 
         return load_native
-    engine = _engine(source, index)
-    if engine is None:
+    read = None if is_full else _foreign(source, index)
+    if read is None:
         return None
     return lambda model, **options: run.strategy.states.load_full_state_dict(
-        model, read_folder(engine).weights(), **options
+        model, read().weights(), **options
     )
 
 
-def _engine(source: CheckpointReader, index: int) -> Path | None:
-    """Return the folder of DeepSpeed's engine in a checkpoint, if it has one."""
-    engine = engine_folder(source.folder, layout.engine_name(index), index)
+def _foreign(source: CheckpointReader, index: int) -> Callable[[], Any] | None:
+    """Return the function that reads what another engine has written of a model, if there is anything."""
+    match = find_foreign(source.folder, layout.engine_name(index), index)
+    if match is None:
+        return None
+    folder, read = match
     files = None if source.manifest is None else source.manifest.files
-    is_listed = files is None or any(name.startswith(f"{engine.name}/") for name in files)
-    return _local(engine) if is_listed and is_engine_folder(engine) else None
+    is_listed = files is None or any(name.startswith(f"{folder.name}/") for name in files)
+    return partial(read, _local(folder)) if is_listed else None
 
 
 def optimizer_loader(
@@ -358,14 +361,16 @@ def optimizer_loader(
         folder = source.folder / name
         sharding.folder.read_index(folder)
         return partial(restore_optimizer_shards, run, folder)
-    if form_of_run(run) is StateForm.NATIVE and not source.has(layout.optimizer_name(index)):
+    if source.has(layout.optimizer_name(index)):
+        return None
+    if form_of_run(run) is StateForm.NATIVE:
         return lambda _: None  # loaded with its model
-    engine = _engine(source, index)
-    return None if engine is None else partial(_restore_engine_optimizer, run, engine)
+    read = _foreign(source, index)
+    return None if read is None else partial(_restore_foreign_optimizer, run, read)
 
 
-def _restore_engine_optimizer(run: CheckpointContext, engine: Path, optimizer: Optimizer) -> None:
-    models, saved = run.prepared.models, read_folder(engine)
+def _restore_foreign_optimizer(run: CheckpointContext, read: Callable[[], Any], optimizer: Optimizer) -> None:
+    models, saved = run.prepared.models, read()
     state = saved.numbered_optimizer()
     if state is None:
         state = state_by_index(saved.optimizer(), parameter_names(optimizer, models))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from accel_ops.weights.layout import SAFETENSORS_SUFFIX
 from accel_ops.weights.safetensors_io import SafetensorsFile
-from accel_plugins.deepspeed.folder import is_engine_folder
+from accel_plugins.registry import find_foreign
 from accel_plugins.sharding.state import INDEX_NAME, is_sharded_folder
 from accel_state.errors import CheckpointError
 from accel_state.remote import AnyPath, RemotePath
@@ -189,7 +189,7 @@ def _check_foreign(folder: AnyPath) -> None:
         else:
             _check_saved(folder / name)
     for path in folders:
-        if not is_sharded_folder(path) and not is_engine_folder(path):
+        if not is_sharded_folder(path) and find_foreign(folder, path.name, 1) is None:
             raise CheckpointError(
                 f"{str(path)!r} is incomplete: it has no {INDEX_NAME!r}, which is written last."
             )
