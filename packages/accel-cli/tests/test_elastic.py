@@ -55,17 +55,18 @@ def run(arguments, outcome=None):
         if isinstance(outcome, Exception):
             raise outcome
 
-    modules = {
-        "torch.distributed": SimpleNamespace(DistNetworkError=DistNetworkError),
-        "torch.distributed.run": SimpleNamespace(parse_args=parse_args, run=start),
-        "torch.distributed.elastic.multiprocessing": SimpleNamespace(
-            errors=SimpleNamespace(ChildFailedError=ChildFailedError)
-        ),
-        "torch.distributed.elastic.multiprocessing.api": SimpleNamespace(SignalException=SignalException),
+    replaced = {
+        "run": SimpleNamespace(parse_args=parse_args, run=start),
+        "DistNetworkError": DistNetworkError,
+        "ChildFailedError": ChildFailedError,
+        "SignalException": SignalException,
     }
     # `main` replaces torch's handler, which the tests of other modules need.
-    with mock.patch.object(api, "_terminate_process_handler", api._terminate_process_handler):
-        return elastic.main(arguments, modules.__getitem__), seen
+    with (
+        mock.patch.multiple(elastic, **replaced),
+        mock.patch.object(api, "_terminate_process_handler", api._terminate_process_handler),
+    ):
+        return elastic.main(arguments), seen
 
 
 def test_workers_that_finish_end_with_success():
@@ -170,13 +171,6 @@ def test_interrupted_workers_tell_where_they_stood_in_one_piece(capsys):
     )
     assert run(["--quiet", "train.py"], interrupted)[0] == 143
     assert capsys.readouterr().err == ""
-
-
-def test_an_interrupt_before_anything_runs_is_no_traceback():
-    def load(name):
-        raise KeyboardInterrupt
-
-    assert elastic.main(["train.py"], load) == 130
 
 
 def test_signals_that_nohup_or_a_shell_has_turned_off_stay_so(monkeypatch):

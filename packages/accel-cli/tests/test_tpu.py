@@ -82,7 +82,7 @@ def test_what_is_missing_is_reported(words, parts, capsys):
 
 
 def test_without_the_program_nothing_is_run(monkeypatch, capsys):
-    monkeypatch.setattr(tpu.shutil, "which", lambda _: None)
+    monkeypatch.setattr("shutil.which", lambda name, path=None: None)
     assert main([*BASE[:-1], "--command", "ls"]) == 2
     assert "gcloud" in capsys.readouterr().err
 
@@ -94,7 +94,7 @@ def test_the_exit_code_is_that_of_the_program(monkeypatch):
         seen.append(line)
         return tpu.subprocess.CompletedProcess(line, 7)
 
-    monkeypatch.setattr(tpu.shutil, "which", lambda _: "/bin/gcloud")
+    monkeypatch.setattr("shutil.which", lambda name, path=None: "/bin/gcloud")
     monkeypatch.setattr(tpu.subprocess, "run", run)
     assert main([*BASE[:-1], "--command", "ls"]) == 7
     assert seen[0][:2] == ["/bin/gcloud", "compute"]

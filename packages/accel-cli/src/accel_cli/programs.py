@@ -272,7 +272,7 @@ def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
     fsdp = config.get("fsdp_config")
     if not isinstance(fsdp, dict) or str(fsdp.get("fsdp_version", 1)) == "2":
         return dict(config)
-    return dict(to_fsdp2(config).config)
+    return to_fsdp2(config)[0]
 
 
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:

@@ -6,7 +6,6 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +17,6 @@ from accel_cli.launch.plan import LaunchPlan
 from accel_cli.output import Table, show
 from accel_state.environ import read
 from accel_state.errors import SettingsError
-from accel_state.frozen import frozen
 from accel_state.settings import (
     OPTIONS,
     LaunchSettings,
@@ -175,48 +173,29 @@ def run_to_fsdp2(options: Namespace) -> int:
     file = read_config(options.config_file, read())
     if file.path is None:
         raise SettingsError("the default config file does not exist: pass one with --config_file.")
-    source = file.path
-    target = target_of(options, source)
-    converted = to_fsdp2(file.content)
-    write(target, converted.config)
-    if not options.quiet:
-        show(*file.notes, *converted.notes, f"wrote {str(target)!r}")
-    return 0
-
-
-def target_of(options: Namespace, source: Path) -> Path:
-    """Return the file that `accel to-fsdp2` writes.
-
-    Raises:
-        SettingsError: There is no output file, or it exists and may not be replaced.
-    """
     if options.output_file is None and not options.overwrite:
-        raise SettingsError(f"pass --output_file, or --overwrite to replace {str(source)!r}.")
-    target = source if options.output_file is None else Path(options.output_file).expanduser()
+        raise SettingsError(f"pass --output_file, or --overwrite to replace {str(file.path)!r}.")
+    target = file.path if options.output_file is None else Path(options.output_file).expanduser()
     if target.exists() and not options.overwrite:
         raise SettingsError(
             f"argument --output_file: {str(target)!r} already exists: pass --overwrite to replace it."
         )
-    return target
+    config, notes = to_fsdp2(file.content)
+    write(target, config)
+    if not options.quiet:
+        show(*file.notes, *notes, f"wrote {str(target)!r}")
+    return 0
 
 
-@frozen
-class Conversion:
-    """A config for FSDP2, with notes on the changes."""
-
-    config: Mapping[str, Any]
-    notes: tuple[str, ...] = field(default=())
-
-
-def to_fsdp2(config: Mapping[str, Any]) -> Conversion:
-    """Convert an FSDP config to FSDP2.
+def to_fsdp2(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Convert an FSDP config to FSDP2; return it with notes on the changes.
 
     Raises:
         SettingsError: The config is not for FSDP, or has a value that FSDP2 does not support.
 
     Example:
         >>> old = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}
-        >>> to_fsdp2(old).config["fsdp_config"]
+        >>> to_fsdp2(old)[0]["fsdp_config"]
         {'fsdp_version': 2, 'fsdp_reshard_after_forward': False}
     """
     table = config.get("fsdp_config")
@@ -227,28 +206,14 @@ def to_fsdp2(config: Mapping[str, Any]) -> Conversion:
     notes = [f"fsdp_config.{key} was removed: {why}." for key, why in REMOVED.items() if key in table]
     changed = {*REMOVED, _SHARDING, _RESHARD, "fsdp_version"}
     unchanged = {key: value for key, value in table.items() if key not in changed}
-    notes += [f"fsdp_config.{key} is unknown and was kept." for key in unchanged if key not in UNCHANGED]
     fsdp: dict[str, Any] = {"fsdp_version": 2, **unchanged}
     if _SHARDING in table or _RESHARD in table:
         fsdp[_RESHARD] = _convert_sharding(table, notes)
     if str(fsdp.get(_STATE, "")).upper() == "LOCAL_STATE_DICT":
         fsdp[_STATE] = "SHARDED_STATE_DICT"
         notes.append(f"fsdp_config.{_STATE} is SHARDED_STATE_DICT: FSDP2 has no LOCAL_STATE_DICT.")
-    return Conversion(config={**config, "fsdp_config": fsdp}, notes=tuple(notes))
+    return {**config, "fsdp_config": fsdp}, notes
 
-
-UNCHANGED = (
-    "fsdp_activation_checkpointing",
-    "fsdp_activation_checkpointing_offload",
-    "fsdp_auto_wrap_policy",
-    "fsdp_cpu_ram_efficient_loading",
-    "fsdp_ignored_modules",
-    "fsdp_min_num_params",
-    "fsdp_offload_params",
-    "fsdp_state_dict_type",
-    "fsdp_transformer_layer_cls_to_wrap",
-)
-"""The keys with the same meaning in both versions."""
 
 REMOVED: Mapping[str, str] = {
     "fsdp_backward_prefetch": "FSDP2 always prefetches before the backward pass of a block",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -16,7 +15,7 @@ from typing import Any
 
 from accel_cli.config_file import read_config
 from accel_cli.launch.hosts import read_commands
-from accel_cli.launch.launchers import ssh_arguments
+from accel_cli.launch.launchers import require_program, ssh_arguments
 from accel_cli.output import show
 from accel_state.environ import read
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
@@ -37,9 +36,7 @@ def run(options: Namespace) -> int:
         words = (word.replace("=", " ", 1) if word.startswith("--") else word for word in command)
         show(f"Running {' '.join(words)}")
         return 0
-    program = shutil.which(command[0])
-    if program is None:
-        raise SettingsError("the program gcloud is not on the PATH: install the Google Cloud CLI.")
+    program = require_program("gcloud", "a TPU pod needs gcloud", read())
     return subprocess.run([program, *command[1:]], check=False).returncode
 
 

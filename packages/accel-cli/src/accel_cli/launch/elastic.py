@@ -1,7 +1,4 @@
-"""Run torch.distributed.run with the signal handling, tracebacks and exit code of a plain script.
-
-`accel launch` starts this module as a program, which imports torch.
-"""
+"""Run torch.distributed.run with the signal handling, tracebacks and exit code of a plain script."""
 
 from __future__ import annotations
 
@@ -13,13 +10,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from types import FrameType
 from typing import Any
 
 import psutil
+from torch.distributed import DistNetworkError, run
+from torch.distributed.elastic.multiprocessing import SignalException, api
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accel_cli.launch.launchers import WORKER
 from accel_cli.launch.worker import EXIT_CODE_FILE
@@ -32,35 +31,26 @@ from accel_train.worker_errors import (
 )
 
 
-def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the workers until they exit.
 
     Args:
         arguments: The arguments of `torch.distributed.run`, optionally after `--quiet`.
-        load: Imports a module of torch.
 
     Returns:
         0, the exit code of the worker that failed first, 128 plus the number of the signal that ended it or
         this process, or 2 if no worker was started.
     """
-    # 1. Import torch.
-    quiet = arguments[:1] == ["--quiet"]
-    try:
-        distributed = load("torch.distributed")
-        run = load("torch.distributed.run")
-        multiprocessing = load("torch.distributed.elastic.multiprocessing")
-        signals = load("torch.distributed.elastic.multiprocessing.api")
-    except KeyboardInterrupt:  # There are no workers yet.
-        return _SIGNAL_CODE + signal.SIGINT
-    # 2. Handle signals. Torch installs this handler when it starts the workers; torch's handler would leave
+    # 1. Handle signals. Torch installs this handler when it starts the workers; torch's handler would leave
     # them running at a second signal.
-    forwarder = SignalForwarder(signals.SignalException, quiet=quiet)
-    signals._terminate_process_handler = forwarder.end
+    quiet = arguments[:1] == ["--quiet"]
+    forwarder = SignalForwarder(SignalException, quiet=quiet)
+    api._terminate_process_handler = forwarder.end
     if sys.platform == "linux":  # Become the parent of orphaned descendants, to find them at the end.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if not quiet:
         _TORCH_LOGGER.addFilter(lambda record: not str(record.msg).startswith(_IN_SUMMARY))
-    # 3. Run the workers, and report failures. A --log_dir of the user comes later, and takes precedence.
+    # 2. Run the workers, and report failures. A --log_dir of the user comes later, and takes precedence.
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     named = {option.partition("=")[0] for option in options}
     is_retained = "--tee" in named and "--log_dir" not in named  # as torch does
@@ -77,15 +67,15 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
             args.training_script_args.insert(0, f"--launcher={os.getpid()}")
         try:
             run.run(args)
-        except multiprocessing.errors.ChildFailedError as error:
+        except ChildFailedError as error:
             return _report_failure(error, quiet=quiet)
-        except signals.SignalException as error:
+        except SignalException as error:
             _write("" if quiet else format_all_errors(read_worker_errors(Path(folder))))
             codes = [int(file.read_text(encoding="ascii")) for file in Path(folder).rglob(EXIT_CODE_FILE)]
             if codes and len(codes) == forwarder.worker_count:  # The script has handled the signal.
                 return max(codes)
             return _SIGNAL_CODE + int(error.sigval)
-        except distributed.DistNetworkError as error:
+        except DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise
             _write(
