@@ -465,9 +465,10 @@ def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str
     """
     plan = plan_of(args, {"use_deepspeed": True})
     launchers.require_script(plan)
+    module, words = launchers.ELASTIC, launchers.torchrun_words
     if plan.runner == "deepspeed":
-        return launchers.module_line("deepspeed_hosts", launchers.deepspeed_words(plan)), dict(plan.environ)
-    return launchers.module_line("elastic", launchers.torchrun_words(plan)), dict(plan.environ)
+        module, words = launchers.DEEPSPEED_HOSTS, launchers.deepspeed_words
+    return [sys.executable, "-m", module, *words(plan)], dict(plan.environ)
 
 
 def prepare_tpu(

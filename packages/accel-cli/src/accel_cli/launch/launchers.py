@@ -302,6 +302,9 @@ def _is_at(host: str, local: str | None) -> bool:
 WORKER = "accel_cli.launch.worker"
 """The module that every rank runs."""
 
+ELASTIC, DEEPSPEED_HOSTS = "accel_cli.launch.elastic", "accel_cli.launch.deepspeed_hosts"
+"""The modules around `torch.distributed.run` and DeepSpeed's launcher."""
+
 PER_CHIP, PER_HOST = "each", "one"
 """One process per TPU chip, or one process for all chips of the host."""
 
@@ -497,11 +500,6 @@ def _xla_formats_of(plan: LaunchPlan) -> dict[str, str]:
     return xla_formats(settings.precision.mixed_precision, downcast=settings.tpu.downcast_bf16)
 
 
-def module_line(module: str, words: Sequence[str]) -> list[str]:
-    """Return the command line that runs a module of this package."""
-    return [sys.executable, "-m", f"accel_cli.launch.{module}", *words]
-
-
 def _by_words(
     name: str,
     explain: str,
@@ -515,7 +513,7 @@ def _by_words(
     """Return the row of a command line: of a program, or the arguments of a module that imports torch."""
 
     def line(plan: LaunchPlan) -> list[str]:
-        return words(plan) if module is None else module_line(module, words(plan))
+        return [*([] if module is None else [sys.executable, "-m", module]), *words(plan)]
 
     def run(plan: LaunchPlan) -> int:
         if needs_script:
@@ -524,7 +522,7 @@ def _by_words(
             return become(line(plan), plan.environ)
         arguments = words(plan)
         set_environment(plan.environ)
-        return import_module(f"accel_cli.launch.{module}").main(arguments)
+        return import_module(module).main(arguments)
 
     def show(plan: LaunchPlan) -> str:
         return shlex.join(redact_line(line(plan)))
@@ -577,7 +575,7 @@ BUILT_IN: Mapping[str, Launcher] = {
             "one process drives all chips of this machine, and the compiler shards over them",
             lambda plan: plan.settings.is_sharded_on_xla,
             xla_words,
-            module="xla_workers",
+            module="accel_cli.launch.xla_workers",
             environ=_xla_formats_of,
         ),
         _by_words(
@@ -585,7 +583,7 @@ BUILT_IN: Mapping[str, Launcher] = {
             "torch_xla starts a process for every chip of this machine",
             lambda plan: plan.launch.on_tpu,
             xla_words,
-            module="xla_workers",
+            module="accel_cli.launch.xla_workers",
             environ=_xla_formats_of,
         ),
         _by_module(
@@ -616,7 +614,7 @@ BUILT_IN: Mapping[str, Launcher] = {
             "DeepSpeed's launcher starts the processes of all machines",
             lambda plan: plan.reaches_hosts and plan.num_machines > 1 and not plan.is_worker,
             deepspeed_words,
-            module="deepspeed_hosts",
+            module=DEEPSPEED_HOSTS,
             environ=lambda plan: (
                 _master_variables(plan) if plan.settings.hosts.launcher in _WITHOUT_MASTER else {}
             ),
@@ -633,7 +631,7 @@ BUILT_IN: Mapping[str, Launcher] = {
             "torch.distributed.run starts the processes of this machine",
             _needs_torchrun,
             torchrun_words,
-            module="elastic",
+            module=ELASTIC,
             environ=_shutdown_variables,
         ),
         _by_words(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,9 +17,9 @@ from types import FrameType
 
 from accel_cli.launch.hosts import visible_devices_variable
 from accel_cli.launch.launchers import (
+    ELASTIC,
     STOP_SIGNALS,
     handle_signals,
-    module_line,
     require_library,
     require_script,
     say,
@@ -46,7 +47,7 @@ def run(plan: LaunchPlan) -> int:
     set_environment({"RUST_LOG": "warn", **plan.environ})  # torchft writes ten lines per step otherwise
     settings, host = plan.settings.replicas, plan.launch.main_process_ip or "127.0.0.1"
     if settings.lighthouse is not None:
-        return ReplicaJob(plan, module_line("elastic", words), settings.lighthouse).run()
+        return ReplicaJob(plan, [sys.executable, "-m", ELASTIC, *words], settings.lighthouse).run()
     server = import_module("torchft.coordination").LighthouseServer(
         bind=f"{host}:{plan.launch.main_process_port or 0}",
         min_replicas=settings.min_groups,
@@ -56,14 +57,14 @@ def run(plan: LaunchPlan) -> int:
     )
     port = server.address().rpartition(":")[2]
     try:
-        return ReplicaJob(plan, module_line("elastic", words), f"http://{host}:{port}").run()
+        return ReplicaJob(plan, [sys.executable, "-m", ELASTIC, *words], f"http://{host}:{port}").run()
     finally:
         server.shutdown()
 
 
 def show(plan: LaunchPlan) -> str:
     """Return the command line of a group."""
-    return shlex.join(redact_line(module_line("elastic", group_words(plan))))
+    return shlex.join(redact_line([sys.executable, "-m", ELASTIC, *group_words(plan)]))
 
 
 def group_words(plan: LaunchPlan) -> list[str]:
