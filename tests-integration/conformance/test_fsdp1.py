@@ -163,3 +163,13 @@ def test_what_cannot_be_done_is_said():
         wrap(strategy, make_model(), foreign)
     late = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy.check(Bundle(optimizers=[late]))
+
+
+@distributed(world_size=2)
+def test_a_second_strategy_refuses_a_model_that_was_unwrapped():
+    strategy, model = make_strategy(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    bundle = Bundle(models=[model])
+    wrapped = strategy.wrap(bundle).models[0]
+    with pytest.raises(SettingsError, match=r"taken out of its FSDP1 wrapper.*not that of unwrap_model"):
+        make_strategy().check(Bundle(models=[strategy.unwrap(wrapped)]))
+    make_strategy().check(Bundle(models=[wrapped]))

@@ -293,6 +293,8 @@ def test_processing_reports_all_that_contradicts_and_fills_all_that_is_open():
     noted: list[str] = []
     plugin.fill_match("zero_optimization.stage", noted, **values)
     assert len(noted) == 1
+    plugin.deepspeed_config["gradient_clipping"] = None
+    plugin.fill_match("gradient_clipping", gradient_clipping=1.0)  # null contradicts nothing
 
 
 def test_what_is_open_and_unknown_is_named():

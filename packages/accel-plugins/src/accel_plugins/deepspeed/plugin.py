@@ -235,7 +235,7 @@ class DeepSpeedPlugin:
         known = {
             key: KnownValue(value=values[key], source="argument", binding=must_match)
             for key in keys
-            if key in values
+            if key in values and self.get_value(key) is not None
         }
         filled = fill(self.deepspeed_config, known)
         if unknown := [key for key in filled.open_keys if key in keys]:

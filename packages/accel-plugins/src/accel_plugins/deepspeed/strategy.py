@@ -274,14 +274,6 @@ class DeepSpeedStrategy(Strategy):
         owner = self.engine_of(model)
         return nullcontext() if owner is None else owner.accumulate_without_step()
 
-    def join(
-        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
-    ) -> AbstractContextManager[None]:
-        del joinables, divide_by_initial_world_size
-        raise UnsupportedError(
-            "join_uneven_inputs(): DeepSpeed needs the same number of batches on every rank."
-        )
-
     def clip_grad_norm(
         self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
     ) -> Tensor | None:

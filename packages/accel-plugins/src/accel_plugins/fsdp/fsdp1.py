@@ -118,6 +118,11 @@ class Fsdp1Strategy(Strategy):
         self.remap.check(bundle.optimizers, models)
         new = [model for model in models if not isinstance(model, FullyShardedDataParallel)]
         for model in new:
+            if getattr(model, "_is_fsdp_managed_module", False):
+                raise SettingsError(
+                    f"{type(model).__name__} was taken out of its FSDP1 wrapper, and has flat shards of its "
+                    "parameters: pass the model that prepare() returned, not that of unwrap_model()."
+                )
             ignored = {
                 id(parameter)
                 for part in modules_named(plugin.ignored_modules, model)

@@ -22,16 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from accel_plugins.full_parameters import FullParameters
+from accel_plugins.full_parameters import ParameterSource
 from accel_plugins.megatron.engine import MegatronEngine
 from accel_plugins.megatron.families import Packing, Weight
 from accel_plugins.megatron.library import core
-from accel_plugins.sharding.shards import ShardedStates, group_tied_names
+from accel_plugins.sharding.shards import ShardedStates, group_tied_names, source_of
 from accel_plugins.sharding.state import (
     StateAllocator,
     StateForm,
     check_groups,
-    names_to_indices,
     state_by_name,
 )
 from accel_plugins.strategy import StateDict
@@ -98,34 +97,12 @@ class MegatronStates(ShardedStates):
         group: Any = dist.group.WORLD
         return DeviceMesh.from_group(group, self._device.type)
 
-    def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
-        return dict(chain.from_iterable(part.items() for part in self.iter_full_state_dict(model, keep=keep)))
-
-    def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+    def sources(self, model: nn.Module) -> Sequence[ParameterSource]:
         if not isinstance(model, MegatronEngine):
-            yield from super().iter_full_state_dict(model, keep=keep)
-            return
-        check_names(model)
-        aliases = find_aliases(model.source)
-        yield dict(list_buffers(model.source)) if keep else {}
-        for part in iter_masters(model):
-            if keep:
-                yield {alias: value.cpu() for name, value in part.items() for alias in aliases[name]}
-
-    def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
-        """Gather and convert one Megatron parameter at a time, whatever the bucket size."""
-        if not isinstance(model, MegatronEngine):
-            yield from super().iter_full_parameters(model, request)
-            return
-        check_names(model)
-        aliases = find_aliases(model.source)
-        for part in iter_masters(model):
-            for name, value in part.items() if request.keep else ():
-                yield from (
-                    (alias, value.to(request.dtype_of(value.dtype)))
-                    for alias in aliases[name]
-                    if request.selects(alias)
-                )
+            return super().sources(model)
+        known = dict(model.source.named_parameters(remove_duplicate=False))
+        tensors = {name: value for name, value in self.model_tensors(model).items() if name in known}
+        return [source_of(names, value) for names, value in group_tied_names(tensors)]
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         if not isinstance(model, MegatronEngine):
@@ -144,27 +121,17 @@ class MegatronStates(ShardedStates):
         result = torch.nn.Module().load_state_dict({})
         return result._replace(missing_keys=missing, unexpected_keys=unexpected)
 
-    def full_optimizer_state(
-        self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
-    ) -> StateDict:
-        engine = find_engine(optimizer, models)
-        state = named_optimizer_state(engine, optimizer, lambda value: value.cpu().clone() if keep else None)
-        return names_to_indices(state if keep else {**state, "state": {}}, engine.optimizer_names)
-
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        engine = find_engine(optimizer, models)
-        if engine.plugin.no_load_optim:
-            return
-        names = engine.optimizer_names
+        names = find_engine(optimizer, models).optimizer_names
         saved = [len(group["params"]) for group in state["param_groups"]]
         current = [len(group) for group in names]
         if saved != current:
             raise CheckpointError(
                 f"The optimizer was saved with groups of {saved} parameters, and has groups of {current} now."
             )
-        _load_optimizer(engine, optimizer, state["param_groups"], state_by_name(state, names)["state"])
+        self.load_optimizer(optimizer, models, state_by_name(state, names))
 
 
 def find_engine(optimizer: Optimizer, models: Sequence[nn.Module]) -> MegatronEngine:

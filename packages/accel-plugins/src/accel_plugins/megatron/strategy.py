@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -92,20 +91,6 @@ def batch_sharding(plugin: MegatronLMPlugin, groups: Groups) -> BatchSharding:
     )
 
 
-@dataclass(slots=True)
-class MegatronRun:
-    """The trained engine.
-
-    `is_ready`: gradients are unscaled, and finite. The reference to process groups is held from the first
-    prepared model until its release.
-    """
-
-    engine: MegatronEngine | None = None
-    is_ready: bool = False
-    schedules: list[MegatronSchedule] = field(default_factory=list[MegatronSchedule])
-    groups: GroupReference | None = None
-
-
 class MegatronStrategy(Strategy):
     """Build this rank's stages and Megatron's optimizer; its engine computes gradients and steps."""
 
@@ -134,14 +119,18 @@ class MegatronStrategy(Strategy):
         process_group.join_single(runtime.kind.backend, runtime.device)
         unwrap_once.register(MegatronEngine, lambda engine: engine.source)
         # 2. Set the parts.
-        self.plugin, self.groups, self.run = plugin, groups, MegatronRun()
+        self.plugin, self.groups = plugin, groups
+        self._trained: MegatronEngine | None = None
+        self._is_ready = False  # Gradients are unscaled, and finite.
+        self._schedules: list[MegatronSchedule] = []
+        self._reference: GroupReference | None = None  # From the first prepared model until the release.
         self.clipping, self.scaling = plugin.gradient_clipping or 0.0, handlers.get(GradScalerKwargs)
         self.states = MegatronStates(runtime.device)
         self.sharding, self.mesh = batch_sharding(plugin, groups), mesh_of(runtime.device.type, groups.axes)
         self.precision = EnginePrecision(
             name=precision.name,
             device_type=runtime.device.type,
-            read_scale=lambda: {} if self.run.engine is None else scaler_state(self.run.engine.optimizer),
+            read_scale=lambda: {} if self._trained is None else scaler_state(self._trained.optimizer),
             write_scale=lambda state: load_scaler_state(self.engine.optimizer, state),
         )
         self.generators = MegatronGenerators(groups)
@@ -172,7 +161,7 @@ class MegatronStrategy(Strategy):
             else scheduler
             for scheduler in bundle.schedulers
         ]
-        self.run.schedules += [item for item in schedulers if isinstance(item, MegatronSchedule)]
+        self._schedules += [item for item in schedulers if isinstance(item, MegatronSchedule)]
         return replace(
             bundle,
             models=models,
@@ -202,8 +191,8 @@ class MegatronStrategy(Strategy):
         virtual = virtual_stages(plugin, fields["num_layers"])
         config = transformer_config(plugin, fields, self.precision.name, virtual)
         # 2. Build the groups and the stages, with rank 0's weights.
-        if self.run.groups is None:
-            self.run.groups = start(groups)
+        if self._reference is None:
+            self._reference = start(groups)
         stages = build_stages(family, plugin, config, model, groups)
         placed = [] if family is None else find_rows(stages, family.weights(model.config))
         share_values(model, self.runtime)
@@ -241,7 +230,7 @@ class MegatronStrategy(Strategy):
             optimizer_names=names,
         )
         if optimizer is not None:
-            self.run.engine = engine
+            self._trained = engine
         return engine
 
     def train_step(
@@ -264,16 +253,6 @@ class MegatronStrategy(Strategy):
         del loss, accumulation, sync, kwargs
         raise UnsupportedError("Megatron's engine computes gradients when the model is called.")
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        del model  # Calls of the engine receive whether they complete a window.
-        return nullcontext()
-
-    def join(
-        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
-    ) -> AbstractContextManager[None]:
-        del joinables, divide_by_initial_world_size
-        return nullcontext()
-
     def clip_grad_norm(
         self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
     ) -> Tensor | None:
@@ -287,12 +266,6 @@ class MegatronStrategy(Strategy):
             return torch.tensor(float("inf"), device="cpu")
         return torch.tensor(clip(optimizer, max_norm), device="cpu")
 
-    def clip_grad_value(
-        self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
-    ) -> None:
-        del parameters, clip_value, optimizers
-        raise UnsupportedError("Megatron clips gradients by their norm: use clip_grad_norm_().")
-
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
         if closure is not None:
             raise UnsupportedError(
@@ -302,13 +275,13 @@ class MegatronStrategy(Strategy):
         copy_hyperparameters(optimizer, engine.optimizer)
         vars(optimizer)["_opt_called"] = True  # PyTorch's schedulers check it.
         is_ready = self._prepare()
-        self.run.is_ready = False
+        self._is_ready = False
         if not is_ready:
             return False
         if self.clipping > 0:
             clip(engine.optimizer, self.clipping)
         stepped = bool(engine.optimizer.step_with_ready_grads())
-        for schedule in self.run.schedules if stepped else ():
+        for schedule in self._schedules if stepped else ():
             schedule.step(engine.samples)
         engine.samples = 0
         return stepped
@@ -316,7 +289,7 @@ class MegatronStrategy(Strategy):
     def discard(self, optimizer: Optimizer) -> None:
         """Discard the gradients since the last step."""
         del optimizer
-        self.run.is_ready = False
+        self._is_ready = False
         self.engine.discard()
 
     def wrap_optimizer(self, optimizer: Any, **options: Any) -> Any:
@@ -331,24 +304,24 @@ class MegatronStrategy(Strategy):
 
     def release(self) -> None:
         """Release the engine and the process groups."""
-        self.run.engine = None
-        self.run.schedules.clear()
-        if self.run.groups is not None:
-            self.run.groups.release()
-            self.run.groups = None
+        self._trained = None
+        self._schedules.clear()
+        if self._reference is not None:
+            self._reference.release()
+            self._reference = None
 
     @property
     def engine(self) -> MegatronEngine:
         """The trained engine."""
-        if self.run.engine is None:
+        if self._trained is None:
             raise SettingsError("No model is prepared: call prepare(model, optimizer) first.")
-        return self.run.engine
+        return self._trained
 
     def _prepare(self) -> bool:
         """Unscale gradients once per step; return whether they are finite."""
-        if not self.run.is_ready:
-            self.run.is_ready = not self.engine.optimizer.prepare_grads()
-        return self.run.is_ready
+        if not self._is_ready:
+            self._is_ready = not self.engine.optimizer.prepare_grads()
+        return self._is_ready
 
 
 def check_request(plugin: MegatronLMPlugin, bundle: Bundle) -> None:
