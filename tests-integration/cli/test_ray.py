@@ -168,7 +168,7 @@ def test_a_preempted_rank_saves_on_all_and_all_resume_after_that_step(cluster, t
     assert "exited with 143" in problems
     done = int(re.search(r"steps (\d+)", output)[1])
     assert 0 < done <= 8, problems
-    assert "This job is preempted. Saved" in problems
+    assert "This job is preempted. Saved" in output
     check_end(output, 12 - done)
 
 

@@ -184,11 +184,11 @@ class RayJob:
         self._launch, self._words, self._ray = plan.launch, words, ray
         self._bundles, self._strategy = bundles(plan), plan.settings.cluster.ray_strategy
         self._group = ray.util.placement_group(self._bundles, strategy=self._strategy)
-        self._notice_at = time.monotonic() + _NOTICE_TIMEOUT
         self._attempt, self._is_cancelled = 0, False
         self._reset()
 
     def _reset(self) -> None:
+        self._notice_at = time.monotonic() + _NOTICE_TIMEOUT
         self._nodes: list[Any] = []
         self._locations: list[Any] = []
         self._outputs: dict[Any, int] = {}  # What is awaited from each node that runs.
