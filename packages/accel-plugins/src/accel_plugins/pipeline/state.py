@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from accel_ops.modules import extract_model_from_parallel, without_compiler
+from accel_ops.modules import without_compiler
 from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
-from accel_plugins.sharding.shards import ShardedStates, gather_full_tensor, shard_like
+from accel_plugins.sharding.shards import ShardedStates, gather_full_tensor
 from accel_plugins.sharding.state import (
     ABSENT,
     RankPlanners,
@@ -26,10 +26,7 @@ from accel_plugins.sharding.state import (
     model_variables,
     parameter_names,
     state_by_index,
-    state_by_name,
-    strip_wrapper_prefixes,
 )
-from accel_plugins.unsharded import load_in_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -322,94 +319,55 @@ class PipelineStates(ShardedStates):
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         names = self.models.get(without_compiler(model))
-        core = extract_model_from_parallel(model, keep_torch_compile=False)
         if names is None:
-            return core.load_state_dict(state, **options)
-        like = self._own.model_tensors(model)
-        by_first = {names.first.get(name, name): name for name in state}
-        wrapped = {strip_wrapper_prefixes(name): name for name in core.state_dict()}
-        part: StateDict = {}
-        for name, tensor in like.items():
-            source = name if name in state else by_first.get(names.first.get(name, name))
-            if source is not None:
-                part[wrapped.get(name, name)] = _shard(state[source], tensor)
-        strict = options.pop("strict", True)
-        result = core.load_state_dict(part, strict=False, **options)
-        missing = [name for name in names.state if names.first.get(name, name) not in by_first]
+            return super().load_full_state_dict(model, state, **options)
+        by_first = {names.first.get(name, name): value for name, value in state.items()}
+        sources = {name: by_first.get(names.first.get(name, name), ABSENT) for name in names.state} | {
+            **state
+        }
+        missing = [name for name in names.state if sources[name] is ABSENT]
         unexpected = [name for name in state if name not in names.state]
-        if strict and (missing or unexpected):
+        present = {name: sources[name] for name in names.state if sources[name] is not ABSENT}
+        result = super().load_full_state_dict(model, present, **{**options, "strict": False})
+        if options.get("strict", True) and (missing or unexpected):
             raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(core).__name__}: missing keys {missing}, "
-                f"unexpected keys {unexpected}."
+                f"Error(s) in loading state_dict for {type(without_compiler(model)).__name__}: missing keys "
+                f"{missing}, unexpected keys {unexpected}."
             )
         return type(result)(missing, unexpected)
+
+    def group_names(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> Sequence[Sequence[str]]:
+        names = names_of_optimizer(self.models, optimizer)
+        return super().group_names(optimizer, models) if names is None else names.groups[optimizer]
 
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
+        own = self.optimizer_tensors(optimizer, models)
         names = names_of_optimizer(self.models, optimizer)
-        own = self._own.optimizer_tensors(optimizer, models)
         if names is None:
-            return optimizer.state_dict()
-        states = {names.first.get(name, name): values for name, values in own["state"].items()}
-        flat = {
-            (name, key): value
-            for name, values in states.items()
-            for key, value in values.items()
-            if isinstance(value, Tensor)
+            return super().full_optimizer_state(optimizer, models, keep=keep)
+        # 1. Gather all values but tensors, and those one by one.
+        described = {
+            name: {key: _description(value) for key, value in values.items()}
+            for name, values in own["state"].items()
         }
-        values = {
-            name: {key: value for key, value in entry.items() if not isinstance(value, Tensor)}
-            for name, entry in states.items()
-        }
-        plain = all_gather_objects(values, self.group)
-        metas = descriptions(names, flat, self.group)
         merged: StateDict = {}
-        for rank, part in enumerate(metas):
-            for (name, key), meta in part.items():
-                if names.ranks[name][0] != rank:
-                    continue
-                full = self._collect(flat.get((name, key)), meta, rank)
-                if keep:
-                    merged.setdefault(name, {})[key] = full.cpu()
-        for part in plain:
-            for name, entry in part.items() if keep else ():
-                merged.setdefault(name, {}).update(entry)
-        groups = names.groups[optimizer]
-        state = {
-            **own,
-            "state": merged,
-            "param_groups": [
-                {**group, "params": params} for group, params in zip(own["param_groups"], groups, strict=True)
-            ],
-        }
-        return state_by_index(state, groups)
-
-    def load_full_optimizer_state(
-        self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
-    ) -> None:
-        names = names_of_optimizer(self.models, optimizer)
-        if names is None:
-            load_in_place(optimizer, state)
-            return
-        named = state_by_name(state, names.groups[optimizer])
-        own = parameter_names(optimizer, models)
-        allocate = self._own.state_allocator(optimizer, models)
-        part = {
-            name: {
-                key: _shard(value, allocate(name, key, value.shape, value.dtype))
-                if isinstance(value, Tensor)
-                else value
-                for key, value in named["state"][names.first.get(name, name)].items()
-            }
-            for group in own
-            for name in group
-            if names.first.get(name, name) in named["state"]
-        }
+        for rank, part in enumerate(all_gather_objects(described, self.group)):
+            for name, values in part.items():
+                for key, value in values.items():
+                    full = value
+                    if isinstance(value, Tensor):
+                        tensor = own["state"].get(name, {}).get(key)
+                        full = self._collect(tensor, (value.shape, value.dtype), rank)
+                    if keep:
+                        merged.setdefault(name, {})[key] = full.cpu() if isinstance(full, Tensor) else full
+        # 2. Number the parameters.
         groups = [
-            {**group, "params": params} for group, params in zip(named["param_groups"], own, strict=True)
+            {**group, "params": params}
+            for group, params in zip(optimizer.param_groups, names.groups[optimizer], strict=True)
         ]
-        optimizer.load_state_dict(state_by_index({**named, "state": part, "param_groups": groups}, own))
+        return state_by_index({**own, "state": merged, "param_groups": groups}, names.groups[optimizer])
 
     def _collect(self, tensor: Tensor | None, meta: tuple[torch.Size, torch.dtype], rank: int) -> Tensor:
         """Broadcast the full tensor of one pipeline rank to all of them."""
@@ -422,7 +380,6 @@ class PipelineStates(ShardedStates):
         return full
 
 
-def _shard(value: Any, like: Any) -> Any:
-    if not isinstance(value, Tensor) or not isinstance(like, Tensor) or value.shape != like.shape:
-        return value
-    return shard_like(value.to(like.dtype), like)
+def _description(value: Any) -> Any:
+    """Return a tensor of the same shape and dtype without values; anything else as it is."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value

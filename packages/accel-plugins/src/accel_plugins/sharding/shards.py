@@ -14,6 +14,7 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_ops.weights.mapped import release
 from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
 from accel_plugins.sharding.state import (
+    ABSENT,
     StateAllocator,
     StateForm,
     allocator_like,
@@ -243,6 +244,10 @@ class ShardedStates(States):
         names = parameter_names(optimizer, models)
         optimizer.load_state_dict(state_by_index({**state, "state": packed}, names))
 
+    def group_names(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> Sequence[Sequence[str]]:
+        """Return the names of the parameters of all ranks, group by group."""
+        return [group["params"] for group in self.optimizer_tensors(optimizer, models)["param_groups"]]
+
     # Full states.
 
     def sources(self, model: nn.Module) -> Sequence[ParameterSource]:
@@ -282,14 +287,14 @@ class ShardedStates(States):
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        groups = self.optimizer_tensors(optimizer, models)["param_groups"]
-        named = state_by_name(state, [group["params"] for group in groups])
+        named = state_by_name(state, self.group_names(optimizer, models))
         allocate = self.state_allocator(optimizer, models)
 
         def shard(name: str, key: str, value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return _copy_shard(value, allocate(name, key, value.shape, value.dtype))
+            target = allocate(name, key, value.shape, value.dtype)
+            return value if target is ABSENT else _copy_shard(value, target)
 
         named["state"] = {
             name: {key: shard(name, key, value) for key, value in values.items()}
