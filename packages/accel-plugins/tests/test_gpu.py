@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_plugins import ddp, unsharded
+from accel_plugins.ddp import DdpStrategy
 from accel_plugins.precision import build_precision
+from accel_plugins.single import SingleStrategy
 from accel_plugins.strategy import Bundle
 from accel_plugins.testing import PrecisionSubject, StrategySubject, check_precision, check_strategy
 from accel_state.collectives import TorchCollectives
@@ -20,6 +21,8 @@ from accel_state.runtime import Runtime
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from accel_plugins.strategy import Strategy
+
 pytestmark = pytest.mark.gpu
 
 
@@ -27,16 +30,16 @@ def make_runtime() -> Runtime:
     return Runtime(device=torch.device(cast("Any", torch.accelerator.current_accelerator()).type, 0))
 
 
-def subject(directory: Path, module: Any, runtime: Runtime) -> StrategySubject:
+def subject(directory: Path, strategy: type[Strategy], runtime: Runtime) -> StrategySubject:
     return StrategySubject(
-        make=lambda: module.build(None, runtime, build_precision("no", runtime.device), {}),
+        make=lambda: strategy(cast("Any", None), runtime, build_precision("no", runtime.device), {}),
         runtime=runtime,
         directory=directory,
     )
 
 
 def test_one_process_conforms_on_the_accelerator(tmp_path: Path):
-    check_strategy(subject(tmp_path, unsharded, make_runtime()))
+    check_strategy(subject(tmp_path, SingleStrategy, make_runtime()))
 
 
 def test_ddp_conforms_on_the_accelerator(tmp_path: Path):
@@ -46,8 +49,8 @@ def test_ddp_conforms_on_the_accelerator(tmp_path: Path):
     dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=runtime.device)
     try:
         joined = replace(runtime, collectives=TorchCollectives(runtime.device))
-        check_strategy(subject(tmp_path, ddp, joined))
-        strategy = ddp.DdpStrategy(cast("Any", None), joined, build_precision("no", runtime.device), {})
+        check_strategy(subject(tmp_path, DdpStrategy, joined))
+        strategy = DdpStrategy(cast("Any", None), joined, build_precision("no", runtime.device), {})
         wrapped = strategy.wrap(Bundle(models=[nn.Linear(1, 1)]))
         assert cast("Any", wrapped.models[0]).device_ids == [0]
     finally:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from accel_plugins import ddp, unsharded
+from accel_plugins.ddp import DdpStrategy
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.parallelism.attention import check_recurrent_layers, partial_layers
 from accel_plugins.parallelism.config import (
@@ -31,6 +31,7 @@ from accel_plugins.parallelism.config import (
 from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.tensor import TensorParallel, get_model_tp_size, plan_of
 from accel_plugins.registry import choose
+from accel_plugins.single import SingleStrategy
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
@@ -251,12 +252,12 @@ def test_the_backend_of_sequence_parallelism_follows_the_engine_unless_it_is_cho
         ParallelismConfig(sp_size=2, sp_backend="ring")
 
 
-@pytest.mark.parametrize("module", [unsharded, ddp])
-def test_a_strategy_without_axes_wants_as_many_processes_as_the_sizes_say(module: Any):
+@pytest.mark.parametrize("strategy", [SingleStrategy, DdpStrategy])
+def test_a_strategy_without_axes_wants_as_many_processes_as_the_sizes_say(strategy: Any):
     runtime: Any = SimpleNamespace(topology=SimpleNamespace(world_size=1, rank=0, is_main=True), device=None)
     config = ParallelismConfig(dp_replicate_size=3)
     with pytest.raises(SettingsError, match="makes 3 processes, but the world size is 1"):
-        module.build(Settings(), runtime, None, {ParallelismConfig: config})
+        strategy(Settings(), runtime, None, {ParallelismConfig: config})
 
 
 def test_two_sizes_of_one_axis_contradict():

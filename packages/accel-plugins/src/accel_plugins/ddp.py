@@ -174,16 +174,16 @@ class DdpStrategy(Strategy):
         """Wrap a model that is on its device."""
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         is_on_accelerator = len(devices) == 1 and next(iter(devices)).type != "cpu"
-        options = self._handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
+        options: DistributedDataParallelKwargs | None = self._handlers.get(DistributedDataParallelKwargs)
+        arguments = {} if options is None else options.to_kwargs()
         with hang_monitor.collective_scope("prepare"), warnings.catch_warnings():
             # The documented option, with the documented meaning, is deprecated by newer versions of torch.
             warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated")
-            wrapped = MonitoredDDP(
-                model, device_ids=[*devices] if is_on_accelerator else None, **options.to_kwargs()
-            )
+            wrapped = MonitoredDDP(model, device_ids=[*devices] if is_on_accelerator else None, **arguments)
         wrapped.averaged = {id(p) for p in model.parameters() if p.requires_grad}
         _wrapped.add(wrapped)
-        options.register_comm_hook(wrapped)
+        if options is not None:
+            options.register_comm_hook(wrapped)
         return wrapped
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:

@@ -381,5 +381,5 @@ class PipelineStates(ShardedStates):
 
 
 def _description(value: Any) -> Any:
-    """Return a tensor of the same shape and dtype without values; anything else as it is."""
+    """Return a meta tensor of the same shape and dtype; anything else as it is."""
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value

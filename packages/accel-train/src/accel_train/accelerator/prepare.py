@@ -298,13 +298,15 @@ def _tiles(bundle: Bundle, request: PrepareRequest) -> Bundle:
     parts = request.parts
     sizes: TilingKwargs = parts.handlers[TilingKwargs]
     wanted = [name for name, size in vars(sizes).items() if size is not None]
+    if not wanted:
+        return bundle
     models = [
         model
         for model in map(without_compiler, bundle.models)
         # transformers' Trainer prepares an already sharded model in evaluation mode, and trains it.
         if not request.evaluation or getattr(model, "is_distributed_loading_by_transformers", False)
     ]
-    if not models or not wanted:
+    if not models:
         return bundle
     if parts.engine is not None and not parts.strategy.calls_forward:
         raise UnsupportedError(
