@@ -111,6 +111,46 @@ def test_a_flag_and_a_key_of_megatron_become_its_variable(field):
     assert getattr(from_environ(by_flag).megatron, field.name) == yaml.safe_load(text)
 
 
+@pytest.mark.parametrize(
+    ("line", "machine", "parts"),
+    [
+        (
+            ["--cpu"],
+            {"fp8_backends": ()},
+            ["argument --mixed_precision", "'AO' needs torchao", "pip install"],
+        ),
+        (["--cpu", "--fp8_backend", "te"], {}, ["TransformerEngine trains on", "not 'cpu'", "'AO'"]),
+        (["--fp8_backend", "msamp"], {"fp8_backends": ("AO",)}, ["no longer developed", "AORecipeKwargs()"]),
+        ([], {"capability": lambda: (8, 0)}, ["8.9 or newer", "has 8.0", "'bf16'"]),
+        (
+            ["--cpu", "--fp8_backend", "ao", "--fp8_margin", "3", "--fp8_pad_inner_dim", "true"],
+            {},
+            ["argument --fp8_margin would have no effect, since argument --fp8_backend is 'AO'"],
+        ),
+    ],
+)
+def test_fp8_that_the_machine_cannot_compute_is_refused_before_anything_starts(line, machine, parts):
+    with pytest.raises(SettingsError) as caught:
+        plan("--mixed_precision", "fp8", *line, **machine)
+    (problem,) = caught.value.problems
+    assert all(part in problem for part in parts), problem
+
+
+@pytest.mark.parametrize(
+    ("line", "machine"),
+    [
+        (["--cpu"], {}),
+        ([], {"capability": lambda: (9, 0)}),
+        (["--use_deepspeed"], {}),
+        (["--fp8_backend", "te", "--fp8_margin", "3"], {"capability": lambda: (8, 9)}),
+        (["--cpu", "--fp8_margin", "3"], {}),  # the backend is found by the worker
+        (["--fp8_backend", "msamp", "--fp8_opt_level", "O1"], {}),
+    ],
+)
+def test_fp8_that_the_machine_can_compute_is_launched(line, machine):
+    assert plan("--mixed_precision", "fp8", *line, **machine).environ["ACCELERATE_MIXED_PRECISION"] == "fp8"
+
+
 def test_a_wrong_precision_is_refused_with_those_that_exist():
     with pytest.raises(SettingsError, match=r"expected one of 'no', 'fp8', 'fp16', 'bf16'$"):
         plan("--mixed_precision", "bf17")

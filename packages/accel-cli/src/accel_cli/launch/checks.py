@@ -189,6 +189,13 @@ def _check_megatron(plan: LaunchPlan) -> Iterator[str]:
 _MEGATRON_SIZES = ("tp_degree", "pp_degree", "context_parallel_size")
 
 
+def _check_fp8(plan: LaunchPlan) -> Iterator[str]:
+    """Check FP8 as the worker does, for the devices of this machine."""
+    is_fp8 = plan.settings.precision.mixed_precision == "fp8"
+    if is_fp8 and plan.is_local and (problem := find_fp8_problem(plan.merged, plan.machine)):
+        yield problem
+
+
 def find_fp8_problem(merged: Merged, machine: HostDevices) -> str | None:
     """Explain why a machine cannot train with the requested FP8 settings; return None if it can."""
     fp8, on_cpu = merged.settings.fp8, uses_cpu(merged) or not machine.gpus
@@ -237,17 +244,33 @@ _IN_DEEPSPEED_FILES = (
 
 
 def _check_fp8_options(plan: LaunchPlan) -> Iterator[str]:
-    asked = [
-        value.origin
+    asked = {
+        path.removeprefix("fp8."): value.origin
         for path, value in plan.merged.sourced.items()
         if path.startswith("fp8.") and value.layer is Layer.ARGUMENT
+    }
+    backend = plan.settings.fp8 and plan.settings.fp8.backend
+    unread = [
+        origin for name, origin in asked.items() if _FP8_BACKENDS.get(name, "TE") not in (backend, None)
     ]
     if asked and plan.settings.precision.mixed_precision != "fp8":
         precision = plan.source_of("precision.mixed_precision")
         yield (
-            f"{', '.join(asked)} {'is' if len(asked) == 1 else 'are'} about FP8, but the precision "
+            f"{', '.join(asked.values())} {'is' if len(asked) == 1 else 'are'} about FP8, but the precision "
             f"is {plan.settings.precision.mixed_precision!r} ({precision.origin}): remove the FP8 settings."
         )
+    elif backend is not None and unread:
+        origin = plan.origin("fp8.backend")
+        yield f"{', '.join(unread)} would have no effect, since {origin} is {backend!r}: remove it."
+
+
+_FP8_BACKENDS = {
+    "backend": None,
+    "enable_fsdp_float8_all_gather": "AO",
+    "pad_inner_dim": "AO",
+    "opt_level": "MSAMP",
+}
+"""The backend that uses an FP8 setting, None for all; TransformerEngine uses the remaining ones."""
 
 
 def _check_parallel_sizes(plan: LaunchPlan) -> Iterator[str]:
@@ -328,6 +351,7 @@ CHECKS: tuple[Callable[[LaunchPlan], Iterator[str]], ...] = (
     _check_unused_engines,
     _check_engines,
     _check_megatron,
+    _check_fp8,
     _check_alias,
     _check_deepspeed_file,
     _check_fp8_options,
