@@ -17,8 +17,8 @@ from accel_trackers import (
     get_available_trackers,
     register_tracker_class,
 )
-from accel_trackers.general import VENDORS, GeneralTracker
-from accel_trackers.registry import tracker_class
+from accel_trackers.general import GeneralTracker
+from accel_trackers.registry import VENDORS, tracker_class
 
 ABSENT = [name for name in VENDORS if not is_installed(name)]
 PRESENT = [name for name in VENDORS if name not in ABSENT]
@@ -222,8 +222,3 @@ def test_a_medium_that_a_tracker_lacks_is_an_error(memory):
     ):
         with pytest.raises(UnsupportedError, match="The tracker 'memory' has no"):
             call()
-
-
-def test_options_for_a_new_object_of_the_library_are_refused_beside_one():
-    with pytest.raises(SettingsError, match=r"DVCLiveTracker\(live=…\).*, and dir would be for a new one"):
-        tracker_class("dvclive")(live=object(), dir="live")

@@ -121,6 +121,31 @@ def test_values_of_a_real_device_are_logged_without_a_synchronisation(session, m
     assert memory.logged == [({"loss": 1.0 + step}, step) for step in range(3)]
 
 
+class BusyDevice:
+    """A device whose work is never done unless it is waited for; its streams and events are one object."""
+
+    def new_event(self):
+        return self
+
+    current_stream = record = synchronize = lambda self, *args: None
+
+    def query(self):
+        return False
+
+
+def test_calls_that_wait_for_a_device_are_bounded(session, memory, monkeypatch):
+    def copy(values, streams):
+        streams["busy"] = BusyDevice()
+        return dict(values)
+
+    monkeypatch.setattr("accel_trackers.session.copy_to_host", copy)
+    for step in range(300):
+        session.log({"loss": 1.0}, step=step)
+    assert 300 - len(memory.logged) <= 256
+    session.write()
+    assert [step for _, step in memory.logged] == [*range(300)]
+
+
 @pytest.fixture
 def on_rank_1(monkeypatch):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
@@ -136,14 +161,6 @@ def test_trackers_may_be_started_on_the_main_process_alone():
     session.write()
     session.finish()
     assert session.trackers == []
-
-
-@pytest.mark.usefixtures("on_rank_1")
-def test_a_tracker_that_logs_on_every_rank_is_started_on_every_rank(memory):
-    memory.main_process_only = False
-    session = TrackerSession(memory)
-    with pytest.raises(TrackerError, match="before init_trackers"):
-        session.log({"loss": 1.0})
 
 
 def test_without_trackers_everything_may_be_called():
@@ -225,14 +242,13 @@ def test_or_one_line_and_the_training_goes_on(memory, memory_class, method, capl
     lines = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert "The tracker 'memory' failed in" in lines[0]
     assert "the disk is full" in lines[0]
-    assert len(lines) == 2  # and how often it was, at the end
+    assert len(lines) == 1
 
 
-def test_a_tracker_that_does_not_start_ends_those_before_it(memory, memory_class):
+def test_nothing_runs_after_a_tracker_that_does_not_start(memory, memory_class):
     session = TrackerSession([memory, Unreliable("start")(memory_class)()])
     with pytest.raises(OSError, match="the disk is full"):
         session.start("project")
-    assert memory.calls == [("start",), ("finish",)]
     with pytest.raises(TrackerError, match="called before init_trackers"):
         session.log({"loss": 1.0})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from accel_trackers.general import GeneralTracker, import_vendor, on_main_process
@@ -17,13 +18,11 @@ class AimTracker(GeneralTracker):
         run_name: Name of the run.
         logging_dir: The repository; created if absent.
         **kwargs: More arguments of `aim.Run`.
-
-    Raises:
-        MissingDependencyError: aim is not installed.
     """
 
     name = "aim"
     requires_logging_directory = True
+    resumes_with = ("writer.hash", "run_hash", {"force_resume": True})
 
     @on_main_process
     def __init__(
@@ -39,18 +38,7 @@ class AimTracker(GeneralTracker):
         self.writer: Any = self._aim.Run(**{"repo": repo, **kwargs})
         self.writer.name = run_name
 
-    @property
-    def tracker(self) -> Any:
-        """The run."""
-        return self.writer
-
-    @property
-    def run_id(self) -> str | None:
-        return self.writer.hash
-
-    @classmethod
-    def resume_arguments(cls, run_id: str) -> dict[str, Any]:
-        return {"run_hash": run_id, "force_resume": True}
+    tracker = property(attrgetter("writer"))
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -79,11 +67,7 @@ class AimTracker(GeneralTracker):
     ) -> None:
         """Log images; see `GeneralTracker.log_images`.
 
-        Args:
-            values: By name.
-            step: At which step.
-            kwargs: More arguments of `aim.Image` under `"aim_image"` and of `run.track` under `"track"`.
-            **options: `dataformats`, the axes of arrays, and more arguments of `aim.Image`.
+        `kwargs` are more arguments of `aim.Image` under `"aim_image"` and of `run.track` under `"track"`.
         """
         dataformats = options.pop("dataformats", None)
         to_library = kwargs or {}

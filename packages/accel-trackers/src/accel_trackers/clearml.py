@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,11 @@ class ClearMLTracker(GeneralTracker):
     Args:
         run_name: Name of the project and of the task, unless `CLEARML_PROJECT` and `CLEARML_TASK` name them.
         **kwargs: More arguments of `clearml.Task.init`.
-
-    Raises:
-        MissingDependencyError: clearml is not installed.
     """
 
     name = "clearml"
     requires_logging_directory = False
+    resumes_with = ("task.id", "continue_last_task", {})
 
     @on_main_process
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
@@ -45,14 +44,7 @@ class ClearMLTracker(GeneralTracker):
         }
         self.task: Any = current or task_type.init(**{**names, **kwargs})
 
-    @property
-    def tracker(self) -> Any:
-        """The task."""
-        return self.task
-
-    @property
-    def run_id(self) -> str | None:
-        return self.task.id
+    tracker = property(attrgetter("task"))
 
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, Any]:
@@ -122,7 +114,6 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def flush(self) -> None:
-        """Send reported values."""
         self.task.flush()
 
     @on_main_process

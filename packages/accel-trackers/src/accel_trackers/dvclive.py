@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import UnsupportedError
 from accel_trackers.general import GeneralTracker, Images, Rows, import_vendor, on_main_process
 from accel_trackers.values import named_images, split, to_flat
 
@@ -16,40 +17,20 @@ class DVCLiveTracker(GeneralTracker):
         run_name: Not used: DVC names experiments; `exp_name` of `Live` does it.
         live: A `dvclive.Live` to log to; a new one if `None`.
         **kwargs: Arguments of `Live`.
-
-    Raises:
-        MissingDependencyError: dvclive is not installed.
-        SettingsError: There are a `live` and arguments for another one.
     """
 
     name = "dvclive"
     requires_logging_directory = False
+    resumes_with = ("live.dir", "dir", {"resume": True})
 
     @on_main_process
     def __init__(self, run_name: str | None = None, live: Any | None = None, **kwargs: Any) -> None:
         super().__init__()
-        if live is not None and kwargs:
-            raise SettingsError(
-                f"DVCLiveTracker(live=…) logs to that object, and {', '.join(sorted(kwargs))} would be "
-                "for a new one: remove one of the two."
-            )
         self.run_name = run_name
         self._dvclive = import_vendor(self.name)
         self.live: Any = live if live is not None else self._dvclive.Live(**kwargs)
 
-    @property
-    def tracker(self) -> Any:
-        """The `Live`."""
-        return self.live
-
-    @property
-    def run_id(self) -> str | None:
-        """The folder."""
-        return str(self.live.dir)
-
-    @classmethod
-    def resume_arguments(cls, run_id: str) -> dict[str, Any]:
-        return {"dir": run_id, "resume": True}
+    tracker = property(attrgetter("live"))
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -88,7 +69,6 @@ class DVCLiveTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Write the summary and end."""
         self.live.end()
 
     def _set_step(self, step: int | None) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
 from accel_state import runtime
 from accel_state.errors import UnsupportedError
 from accel_state.libraries import require
-from accel_trackers.values import to_finite, to_images, to_numbers, warn_skipped
+from accel_trackers.values import to_finite, to_images, warn_skipped
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -52,6 +53,17 @@ def on_main_process(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return function(*args, **kwargs)
 
     return wrapper
+
+
+def _without(what: str) -> Callable[..., None]:
+    def refuse(tracker: GeneralTracker, *args: Any) -> None:
+        del args
+        raise UnsupportedError(
+            f"The tracker {tracker.name!r} has no {what}: use another tracker, or the library itself, "
+            f"get_tracker({tracker.name!r}, unwrap=True)."
+        )
+
+    return refuse
 
 
 class GeneralTracker:
@@ -98,11 +110,10 @@ class GeneralTracker:
     name: str
     requires_logging_directory: bool
     main_process_only: bool = True
-    if TYPE_CHECKING:
-
-        @property
-        def tracker(self) -> Any:
-            """The library's object."""
+    resumes_with: ClassVar[tuple[str, str, Mapping[str, Any]] | None] = None
+    """Where the id of a run is in the tracker, the constructor's parameter for it ("" for none), and more
+    arguments to resume the run; `None` if it cannot be resumed."""
+    tracker: Any  # the library's object
 
     def __init__(self, _blank: bool = False) -> None:
         if not _blank:
@@ -188,7 +199,7 @@ class GeneralTracker:
         Raises:
             UnsupportedError: The library has no histograms.
         """
-        self._log_histograms({name: to_numbers(value) for name, value in values.items()}, step, kwargs)
+        self._log_histograms({name: to_finite(value) for name, value in values.items()}, step, kwargs)
 
     @on_main_process
     def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
@@ -223,35 +234,21 @@ class GeneralTracker:
     @property
     def run_id(self) -> str | None:
         """The id with which the library resumes the run; `None` if it cannot."""
-        return None
+        value = attrgetter(self.resumes_with[0])(self) if self.resumes_with else None
+        return None if value is None else str(value)
 
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, Any]:
         """Return the constructor arguments that resume a run."""
-        del run_id
-        return {}
+        _, parameter, more = cls.resumes_with or ("", "", {})
+        return {parameter: run_id, **more} if parameter else {}
 
     # What the public methods have converted. Only ranks that log call these.
-
-    def _log_images(self, images: Images, step: int | None, options: dict[str, Any]) -> None:
-        del images, step, options
-        raise self._unsupported("images")
-
-    def _log_table(self, name: str, columns: list[str], rows: Rows, step: int | None, options: Any) -> None:
-        del name, columns, rows, step, options
-        raise self._unsupported("tables")
-
-    def _log_histograms(self, values: Mapping[str, Any], step: int | None, options: dict[str, Any]) -> None:
-        del values, step, options
-        raise self._unsupported("histograms")
-
-    def _log_text(self, texts: Mapping[str, str], step: int | None, options: dict[str, Any]) -> None:
-        del texts, step, options
-        raise self._unsupported("text")
-
-    def _log_artifact(self, path: str, name: str | None, options: dict[str, Any]) -> None:
-        del path, name, options
-        raise self._unsupported("artifacts")
+    _log_images = _without("images")
+    _log_table = _without("tables")
+    _log_histograms = _without("histograms")
+    _log_text = _without("text")
+    _log_artifact = _without("artifacts")
 
     def _log_vectors(self, vectors: Mapping[str, Any], step: int | None) -> None:
         """Log tensors as histograms; warn about tensors that cannot be logged."""
@@ -270,13 +267,6 @@ class GeneralTracker:
             if not numbers.size:
                 warn_skipped(self.name, name, vectors[name])
         return {name: numbers for name, numbers in finite.items() if numbers.size}
-
-    def _unsupported(self, what: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"The tracker {self.name!r} has no {what}: use another tracker, or the library itself, "
-            "get_tracker"
-            f"({self.name!r}, unwrap=True)."
-        )
 
 
 def check_attributes(tracker: type[GeneralTracker] | GeneralTracker) -> None:
@@ -320,10 +310,6 @@ class NullTracker(GeneralTracker):
         return iter(())
 
     def __exit__(self, *error: object) -> None: ...
-
-
-VENDORS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
-"""The names of the trackers, which are keys of `accel_state.libraries.LIBRARIES`."""
 
 
 def require_vendor(name: str, what: str) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,11 @@ class MLflowTracker(GeneralTracker):
         nested_run: Whether the run is a child of the active one.
         run_name: Name of the run.
         description: Of the run.
-
-    Raises:
-        MissingDependencyError: mlflow is not installed.
     """
 
     name = "mlflow"
     requires_logging_directory = False
+    resumes_with = ("active_run.info.run_id", "run_id", {})
 
     @on_main_process
     def __init__(
@@ -76,43 +75,28 @@ class MLflowTracker(GeneralTracker):
             description=description,
         )
 
-    @property
-    def tracker(self) -> Any:
-        """The active run."""
-        return self.active_run
-
-    @property
-    def run_id(self) -> str | None:
-        return self.active_run.info.run_id
-
-    @classmethod
-    def resume_arguments(cls, run_id: str) -> dict[str, Any]:
-        return {"run_id": run_id}
+    tracker = property(attrgetter("active_run"))
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store hyperparameters as parameters, flattened; long values are truncated, with a warning.
+        """Store hyperparameters as parameters, flattened.
 
-        MLflow keeps a parameter for good: where a resumed run has another value, the first one stays, with a
-        warning.
+        Long values are truncated, and where a resumed run has another value, MLflow keeps the first one; both
+        with a warning.
         """
         known: dict[str, str] = self._client.get_run(self.run_id).data.params
         limit: int = self._mlflow.utils.validation.MAX_PARAM_VAL_LENGTH
         most: int = self._mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH
         params: list[Any] = []
         for name, value in to_flat(values).items():
-            text = str(value)
-            if len(text) > limit:
+            text = str(value)[:limit]
+            if len(text) < len(str(value)):
                 logger.warning("MLflow's parameters have %d characters at most: %r is cut.", limit, name)
-            if name not in known:
-                params.append(self._mlflow.entities.Param(name, text[:limit]))
-            elif known[name] != text[:limit]:
-                logger.warning(
-                    "MLflow keeps the parameter %r at %r: a resumed run cannot change it to %r.",
-                    name,
-                    known[name],
-                    text[:limit],
-                )
+            if known.get(name, text) == text:
+                params.append(self._mlflow.entities.Param(name, text))
+            else:
+                message = "MLflow keeps the parameter %r at %r: a resumed run cannot change it to %r."
+                logger.warning(message, name, known[name], text)
         for first in range(0, len(params), most):
             self._client.log_batch(self.run_id, params=params[first : first + most])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,16 +22,12 @@ class ProjectRunTracker(GeneralTracker):
 
     Attributes:
         run: The library's run.
-
-    Raises:
-        MissingDependencyError: The library is not installed.
     """
 
     requires_logging_directory = False
     opens_with: ClassVar[tuple[str, str]] = ("init", "project")
     """The library's function that opens a run, and its parameter for the project."""
-    resumes_with: ClassVar[tuple[str, Mapping[str, Any]]] = ("id", {"resume": "allow"})
-    """That function's parameter for the id of a run to resume, and further arguments for resuming."""
+    resumes_with = ("run.id", "id", {"resume": "allow"})
 
     @on_main_process
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -40,19 +37,7 @@ class ProjectRunTracker(GeneralTracker):
         function, project = self.opens_with
         self.run: Any = getattr(self._library, function)(**{project: run_name, **kwargs})
 
-    @property
-    def tracker(self) -> Any:
-        """The run."""
-        return self.run
-
-    @property
-    def run_id(self) -> str | None:
-        return self.run.id
-
-    @classmethod
-    def resume_arguments(cls, run_id: str) -> dict[str, Any]:
-        parameter, more = cls.resumes_with
-        return {parameter: run_id, **more}
+    tracker = property(attrgetter("run"))
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -65,6 +50,9 @@ class ProjectRunTracker(GeneralTracker):
         scalars, vectors = separate_vectors(values)
         histograms = self._histograms(self._finite_elements(vectors)) if vectors else {}
         self.run.log({**scalars, **histograms}, step=step, **kwargs)
+
+    def _log_histograms(self, values: Mapping[str, Any], step: int | None, options: dict[str, Any]) -> None:
+        self.run.log(self._histograms(values, **options), step=step)
 
     def _histograms(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Create histograms of the library."""
@@ -97,9 +85,6 @@ class WandBTracker(ProjectRunTracker):
     def _log_table(self, name: str, columns: list[str], rows: Rows, step: int | None, options: Any) -> None:
         self.run.log({name: self._library.Table(columns=columns, data=rows)}, step=step, **options)
 
-    def _log_histograms(self, values: Mapping[str, Any], step: int | None, options: dict[str, Any]) -> None:
-        self.run.log(self._histograms(values, **options), step=step)
-
     def _log_text(self, texts: Mapping[str, str], step: int | None, options: dict[str, Any]) -> None:
         self.run.log(dict(texts), step=step, **options)
 
@@ -118,16 +103,12 @@ class CometMLTracker(ProjectRunTracker):
 
     name = "comet_ml"
     opens_with = ("start", "project_name")
-    resumes_with = ("experiment_key", {"mode": "get_or_create"})
+    resumes_with = ("run", "experiment_key", {"mode": "get_or_create"})
 
-    @property
-    def writer(self) -> Any:
-        """The experiment."""
-        return self.run
+    writer = property(attrgetter("run"))
 
     @property
     def run_id(self) -> str | None:
-        """The experiment's key."""
         return self.run.get_key()
 
     @on_main_process
@@ -188,6 +169,7 @@ class SwanLabTracker(ProjectRunTracker):
     """
 
     name = "swanlab"
+    _log_histograms = GeneralTracker._log_histograms  # which it does not have
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -230,12 +212,7 @@ class TrackioTracker(ProjectRunTracker):
     """
 
     name = "trackio"
-    resumes_with = ("name", {"resume": "allow"})
-
-    @property
-    def run_id(self) -> str | None:
-        """The run's name."""
-        return self.run.name
+    resumes_with = ("run.name", "name", {"resume": "allow"})
 
     def _log_images(self, images: Images, step: int | None, options: dict[str, Any]) -> None:
         pictures = {
@@ -245,9 +222,6 @@ class TrackioTracker(ProjectRunTracker):
 
     def _log_table(self, name: str, columns: list[str], rows: Rows, step: int | None, options: Any) -> None:
         self.run.log({name: self._library.Table(columns=columns, data=rows, **options)}, step=step)
-
-    def _log_histograms(self, values: Mapping[str, Any], step: int | None, options: dict[str, Any]) -> None:
-        self.run.log(self._histograms(values, **options), step=step)
 
     def _log_text(self, texts: Mapping[str, str], step: int | None, options: dict[str, Any]) -> None:
         texts = {name: self._library.Markdown(text, **options) for name, text in texts.items()}

@@ -15,7 +15,7 @@ from accel_state.lazy import Registry, entry_points_of
 from accel_trackers.aim import AimTracker
 from accel_trackers.clearml import ClearMLTracker
 from accel_trackers.dvclive import DVCLiveTracker
-from accel_trackers.general import VENDORS, GeneralTracker, check_attributes, require_vendor
+from accel_trackers.general import GeneralTracker, check_attributes, require_vendor
 from accel_trackers.mlflow import MLflowTracker
 from accel_trackers.project_runs import CometMLTracker, SwanLabTracker, TrackioTracker, WandBTracker
 from accel_trackers.tensorboard import TensorBoardTracker
@@ -40,6 +40,9 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     )
 }
 """The class of every tracker that `log_with` accepts by name, except classes of entry points."""
+
+VENDORS = (*LOGGER_TYPE_TO_CLASS,)
+"""The names of the libraries' trackers, which are keys of `accel_state.libraries.LIBRARIES`."""
 
 _TRACKERS = Registry(
     group=ENTRY_POINT_GROUP,
@@ -122,9 +125,8 @@ def filter_trackers(
         >>> filter_trackers(None)
         []
     """
-    asked: Iterable[Any] = () if log_with is None else [log_with]
-    if isinstance(log_with, list | tuple | set):
-        asked = cast("Iterable[Any]", log_with)
+    is_list = isinstance(log_with, (list, tuple, set))
+    asked: Iterable[Any] = log_with if is_list else () if log_with is None else [log_with]
     chosen: list[str | GeneralTracker] = []
     for entry in asked:
         named = entry if isinstance(entry, GeneralTracker) else str(entry)

@@ -7,8 +7,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any, Literal, TypeAlias
@@ -44,14 +42,8 @@ _NOT_RUNNING = {
 """What is wrong with a call of `log`, by the stage of the session."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of `log`, whose values are on the host after the events."""
-
-    values: dict[str, Any]
-    events: list[torch.Event]
-    step: int | None
-    options: Mapping[str, Mapping[str, Any]]
+_MOST_WAITING = 256
+"""Calls of `log` that may wait for a device; with more, the oldest is waited for."""
 
 
 class TrackerSession:
@@ -84,10 +76,10 @@ class TrackerSession:
         self.trackers: list[GeneralTracker] = []
         self._warns = on_error == "warn"
         self._stage: Literal["new", "running", "finished", "forked"] = "new"
-        self._waiting: deque[_Call] = deque()
+        self._waiting: deque[tuple[dict[str, Any], list[torch.Event], int | None, dict[str, Any]]] = deque()
         self._resumed: dict[str, str] = {}
         self._start_arguments: tuple[str, Any, Mapping[str, Any]] | None = None
-        self._failures: dict[str, int] = {}
+        self._failed_before: set[str] = set()
         self._next_flush = 0.0
         self._checked_options: set[str] = set()
 
@@ -125,18 +117,9 @@ class TrackerSession:
             self.finish()
         options = {str(name): dict(more) for name, more in (init_kwargs or {}).items()}
         self._start_arguments = (project_name, plain, options)
-        self._stage = "running"
         self._check_options("init_trackers(init_kwargs=…)", options)
-        self.trackers = []
-        try:
-            for chosen in self.log_with:
-                self.trackers.append(self._start_tracker(chosen, project_name, options))
-        except BaseException:
-            for tracker in reversed(self.trackers):
-                with suppress(Exception):  # the first error is raised
-                    tracker.finish()
-            self.trackers, self._stage = [], "new"
-            raise
+        self.trackers = [self._start_tracker(chosen, project_name, options) for chosen in self.log_with]
+        self._stage = "running"
         if config is not None:
             for tracker in self._active:
                 self._call(tracker, "store_init_configuration", to_plain(plain))
@@ -167,14 +150,14 @@ class TrackerSession:
         for used in streams.values():
             events.append(used.new_event())
             events[-1].record(used.current_stream())
-        self._waiting.append(_Call(copied, events, step, options))
+        self._waiting.append((copied, events, step, options))
         self._submit_ready(wait=False)
         if monotonic() >= self._next_flush:
             self._flush()
 
     def get(self, name: str, *, unwrap: bool = False) -> Any:
         """Find a tracker, as `Accelerator.get_tracker`."""
-        if not self.log_with or (self._stage == "new" and not self._may_log()):
+        if not self.log_with or (self._stage == "new" and not runtime.current_topology().is_main):
             wanted: GeneralTracker = NullTracker(name)
         else:
             by_name = {tracker.name: tracker for tracker in self.trackers}
@@ -208,8 +191,6 @@ class TrackerSession:
                 step()
             except Exception as error:  # noqa: BLE001 - the other trackers must be finished, too
                 errors.append(error)
-        for name, count in self._failures.items():
-            logger.warning("The tracker %r failed %d times in all.", name, count)
         if errors:
             raise errors.pop(0)
 
@@ -258,14 +239,6 @@ class TrackerSession:
             return NullTracker(kind.name)
         return tracker
 
-    def _may_log(self) -> bool:
-        """Return whether one of the trackers would log on this rank: the others need no `start`."""
-        kinds = (
-            chosen if isinstance(chosen, GeneralTracker) else accel_trackers.tracker_class(chosen)
-            for chosen in self.log_with
-        )
-        return runtime.current_topology().is_main or not all(kind.main_process_only for kind in kinds)
-
     def _check_options(self, argument: str, options: Mapping[str, Any]) -> None:
         """Warn, on the main process and once, about options of unknown trackers."""
         if (
@@ -280,20 +253,28 @@ class TrackerSession:
     def _check_log(self, values: Any) -> None:
         """Check a call of `log` as on a rank that logs."""
         problem = _NOT_RUNNING.get(self._stage)
-        if self.log_with and problem is not None and (self._stage != "new" or self._may_log()):
+        if (
+            self.log_with
+            and problem is not None
+            and (self._stage != "new" or runtime.current_topology().is_main)
+        ):
             raise TrackerError(f"log() was called {problem}")
         if (self.log_with or self.trackers) and not isinstance(values, Mapping):
             raise UnsupportedError(f"log() got {values!r}: expected a dictionary of values by name.")
 
     def _submit_ready(self, *, wait: bool) -> None:
         """Pass queued calls whose values are on the host to every tracker, in order; with `wait`, all."""
-        while self._waiting and (wait or all(event.query() for event in self._waiting[0].events)):
-            call = self._waiting.popleft()
-            for event in call.events if wait else ():
+        while self._waiting:
+            values, events, step, options = self._waiting[0]
+            is_due = wait or len(self._waiting) > _MOST_WAITING
+            if not is_due and not all(event.query() for event in events):
+                return
+            for event in events if is_due else ():
                 event.synchronize()
-            values = with_numbers(call.values)
+            self._waiting.popleft()
+            values = with_numbers(values)
             for tracker in self._active:
-                self._call(tracker, "log", dict(values), step=call.step, **call.options.get(tracker.name, {}))
+                self._call(tracker, "log", dict(values), step=step, **options.get(tracker.name, {}))
 
     def _call(self, tracker: GeneralTracker, method: str, *args: Any, **kwargs: Any) -> None:
         try:
@@ -309,8 +290,8 @@ class TrackerSession:
                 "continues."
             )
             raise error
-        self._failures[name] = self._failures.get(name, 0) + 1
-        if self._failures[name] == 1:
+        if name not in self._failed_before:
+            self._failed_before.add(name)
             logger.warning("The tracker %r failed in %s(), and training continues: %r", name, method, error)
 
     def _flush(self) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,11 @@ class TensorBoardTracker(GeneralTracker):
         run_name: Name of the run, a folder.
         logging_dir: Directory of all runs.
         **kwargs: More arguments of `SummaryWriter`.
-
-    Raises:
-        MissingDependencyError: Neither tensorboard nor tensorboardX is installed.
     """
 
     name = "tensorboard"
     requires_logging_directory = True
+    resumes_with = ("logging_dir", "", {})
 
     @on_main_process
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -41,15 +40,7 @@ class TensorBoardTracker(GeneralTracker):
         self._summary: Any = import_vendor(self.name, f"{module}.summary")
         self.writer: Any = import_vendor(self.name, module).SummaryWriter(self.logging_dir, **kwargs)
 
-    @property
-    def tracker(self) -> Any:
-        """The `SummaryWriter`."""
-        return self.writer
-
-    @property
-    def run_id(self) -> str | None:
-        """The folder."""
-        return self.logging_dir
+    tracker = property(attrgetter("writer"))
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -101,7 +92,6 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def flush(self) -> None:
-        """Flush the writer."""
         self.writer.flush()
 
     @on_main_process

@@ -175,7 +175,7 @@ def split(
 
 
 def to_finite(vector: Any) -> np.ndarray[Any, Any]:
-    """Convert a tensor or array to a flat array of its finite elements; empty if they cannot be read.
+    """Convert numbers of any shape to a flat array of the finite ones; empty if they cannot be read.
 
     Example:
         >>> to_finite(torch.tensor([[1, float("nan")], [float("inf"), 4]])), to_finite(torch.tensor([1j, 2]))
@@ -252,17 +252,6 @@ def named_images(
     for name, batch in images.items():
         for number, image in enumerate(batch):
             yield name if len(batch) == 1 else f"{name}{separator}{number}", image
-
-
-def to_numbers(value: Any) -> np.ndarray[Any, Any]:
-    """Convert a tensor, array or sequence of numbers to a flat array of floats.
-
-    Example:
-        >>> to_numbers([[1, 2], [3, 4]])
-        array([1., 2., 3., 4.])
-    """
-    host = value.detach().cpu().double().numpy() if isinstance(value, torch.Tensor) else value
-    return np.asarray(host, dtype=np.float64).reshape(-1)
 
 
 def copy_to_host(values: Mapping[str, Any], streams: dict[torch.device, DeviceStreams]) -> dict[str, Any]:
