@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel_state.libraries import is_installed
-from accel_trackers.general import VENDORS
+from accel_trackers.registry import VENDORS
 from harness.programs import Program, run_programs
 from tracking.library_cases import CASES, OFFLINE
 
