@@ -35,21 +35,6 @@ def base_args(plugin: MegatronLMPlugin) -> dict[str, Any]:
     return args | (args.pop("other_megatron_args") or {})
 
 
-def precision_args(mixed_precision: str) -> dict[str, Any]:
-    """Return the flag of a precision.
-
-    Example:
-        >>> precision_args("bf16"), precision_args("no")
-        ({'bf16': True}, {})
-    """
-    if mixed_precision not in {"no", "bf16", "fp16"}:
-        raise UnsupportedError(
-            f"mixed_precision={mixed_precision!r} is not supported with Megatron, which would compute in "
-            "bfloat16: use 'bf16', or shard the model by FSDP."
-        )
-    return {} if mixed_precision == "no" else {mixed_precision: True}
-
-
 def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
     """Convert an optimizer of PyTorch to Megatron's arguments.
 

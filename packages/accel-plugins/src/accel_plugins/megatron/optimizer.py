@@ -289,15 +289,15 @@ def optimizer_config(
 ) -> Any:
     """Return an `OptimizerConfig`."""
     config = core("optimizer").OptimizerConfig
-    values = optimizer_values(plugin, optimizer, precision)
-    if precision == "fp16" and scaling is not None:
-        values |= scaling_values(scaling)
+    values = optimizer_values(plugin, optimizer, precision, scaling)
     return config(**values | plugin.other_args(config))
 
 
-def optimizer_values(plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str) -> dict[str, Any]:
-    """Return the fields of an `OptimizerConfig` set by a plugin and an optimizer."""
-    return {
+def optimizer_values(
+    plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str, scaling: GradScalerKwargs | None = None
+) -> dict[str, Any]:
+    """Return the fields of an `OptimizerConfig`; the factors of PyTorch's loss scaler have none."""
+    values = {
         **optimizer_args(optimizer),
         "params_dtype": DTYPES.get(precision, torch.float32),
         "bf16": precision == "bf16",
@@ -309,21 +309,13 @@ def optimizer_values(plugin: MegatronLMPlugin, optimizer: Optimizer, precision: 
         "use_precision_aware_optimizer": plugin.use_precision_aware_optimizer,
         "clip_grad": plugin.gradient_clipping,
     }
-
-
-def scaling_values(scaling: GradScalerKwargs) -> dict[str, Any]:
-    """Return the options of PyTorch's loss scaler under megatron-core's names; the factors have no field.
-
-    Example:
-        >>> from accel_plugins.kwargs import GradScalerKwargs
-        >>> scaling_values(GradScalerKwargs(enabled=False))
-        {'loss_scale': 1.0}
-    """
-    if not scaling.enabled:
-        return {"loss_scale": 1.0}
-    return {
-        "initial_loss_scale": scaling.init_scale,
-        "min_loss_scale": min(1.0, scaling.init_scale),
-        "loss_scale_window": scaling.growth_interval,
-        "hysteresis": 1,  # PyTorch's scale shrinks with every overflow.
-    }
+    if precision == "fp16" and scaling is not None and scaling.enabled:
+        values |= {
+            "initial_loss_scale": scaling.init_scale,
+            "min_loss_scale": min(1.0, scaling.init_scale),
+            "loss_scale_window": scaling.growth_interval,
+            "hysteresis": 1,  # PyTorch's scale shrinks with every overflow.
+        }
+    elif precision == "fp16" and scaling is not None:
+        values["loss_scale"] = 1.0
+    return values

@@ -12,7 +12,6 @@ from accel_plugins.megatron.arguments import (
     base_args,
     enter_network_args,
     optimizer_args,
-    precision_args,
     schedule_args,
 )
 from accel_plugins.megatron.library import EXTRA
@@ -276,7 +275,13 @@ class MegatronLMPlugin:
         Raises:
             UnsupportedError: The engine does not support the precision.
         """
-        self.megatron_lm_default_args |= precision_args(mixed_precision)
+        if mixed_precision not in {"no", "bf16", "fp16"}:
+            raise UnsupportedError(
+                f"mixed_precision={mixed_precision!r} is not supported with Megatron, which would compute in "
+                "bfloat16: use 'bf16', or shard the model by FSDP."
+            )
+        if mixed_precision != "no":
+            self.megatron_lm_default_args[mixed_precision] = True
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
         """Set the batch sizes in `megatron_lm_default_args`.
