@@ -9,7 +9,7 @@ import functools
 import logging
 import platform
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -57,9 +57,6 @@ class DeviceKind:
     least_torch: str | None = None
     runtime: str | None = None
 
-    def __reduce__(self) -> tuple[Callable[[str], DeviceKind], tuple[str]]:
-        return _named, (self.name,)
-
     @functools.cache  # noqa: B019 - there are a dozen families
     def probe(self) -> bool:
         """Return whether this process can use such a device; CUDA stays uninitialised, for forks."""
@@ -96,10 +93,6 @@ class DeviceKind:
         if self.backend is None or self.type == "cpu":
             return self.backend
         return f"cpu:gloo,{self.type}:{self.backend}"
-
-
-def _named(name: str) -> DeviceKind:
-    return BY_NAME.get(name) or _unlisted_kind(name)
 
 
 def _row(
@@ -151,7 +144,7 @@ def available_kind() -> DeviceKind:
         True
     """
     kind = next(kind for kind in KINDS if kind.probe())
-    return kind if kind is not CPU else _unlisted_kind() or CPU
+    return kind if kind != CPU else _unlisted_kind() or CPU
 
 
 def _unlisted_kind(device_type: str | None = None) -> Any:

@@ -26,12 +26,8 @@ def choose_device(
 ) -> tuple[DeviceKind, torch.device]:
     """Choose the device of this process.
 
-    Args:
-        name: The requested device, such as `"cuda:1"` or `"xpu"`; the index defaults to the local rank.
-            `None` for the best available device.
-        cpu: Whether to use the CPU even if there is an accelerator.
-        local_rank: Local rank of this process.
-        local_world_size: Number of processes on this node.
+    `name` is the requested device, such as `"cuda:1"` or `"xpu"` (the index defaults to the local rank), or
+    `None` for the best available one.
 
     Raises:
         SettingsError: The name is not a torch device, or there are fewer devices than processes.

@@ -92,11 +92,7 @@ def any_path(path: str | os.PathLike[str] | RemotePath, argument: str) -> AnyPat
 
 
 def local_path(path: str | os.PathLike[str], argument: str) -> Path:
-    """Return a path, with `~` expanded.
-
-    Args:
-        path: As a user gave it.
-        argument: Where it came from, for the message.
+    """Return a path, with `~` expanded; as `any_path`, where it must be local.
 
     Raises:
         SettingsError: It has a scheme, such as `"s3://bucket/run"`.

@@ -29,7 +29,7 @@ from torch.distributed import (
 )
 
 from accel_state.errors import StalledCollectiveError, first_line
-from accel_state.process_group import absent_keys, clone_store, get_all
+from accel_state.process_group import clone_store, present_values
 from accel_state.rank_status import RankStatus, call_site, format_statuses, main_thread_site, source_location
 from accel_state.stragglers import SAMPLE_S, RankSampler
 
@@ -148,10 +148,6 @@ class HangMonitor:
         self._limit = limit
         self._warn_after = min(WARN_AFTER_S, limit / 2)
 
-    def uncount(self) -> None:
-        """Undo the count of the last collective, which no other rank has joined."""
-        self.count -= 1
-
     def name_stragglers(self, steps: Callable[[], int]) -> None:
         """Start to detect ranks that are slower than the others, and log them on rank 0.
 
@@ -212,9 +208,7 @@ class HangMonitor:
 
     def statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus | None]:
         """Return the last status of each rank (`None` if it has none), in two requests if all have one."""
-        absent = set(absent_keys(self._store, [f"{rank}" for rank in ranks]))
-        present = [f"{rank}" for rank in ranks if f"{rank}" not in absent]
-        texts = dict(zip(present, get_all(self._store, present), strict=True))
+        texts = present_values(self._store, [f"{rank}" for rank in ranks])
         return {
             rank: RankStatus.from_text(texts[f"{rank}"]) if f"{rank}" in texts else None for rank in ranks
         }

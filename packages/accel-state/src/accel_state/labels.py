@@ -218,25 +218,3 @@ def has_sharded_gradients(distributed_type: DistributedType | str | None) -> boo
         (True, False)
     """
     return distributed_type == DistributedType.FSDP
-
-
-CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
-"""The labels of runs on GPUs."""
-
-TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
-"""The modes of `torch.compile`."""
-
-DEEPSPEED_MULTINODE_LAUNCHERS = ["pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"]
-"""The programs that start DeepSpeed's processes on several nodes."""
-
-SAGEMAKER_PYTORCH_VERSION = "1.10.2"
-"""The default version of torch of a SageMaker job."""
-
-SAGEMAKER_PYTHON_VERSION = "py38"
-"""The default version of Python of a SageMaker job."""
-
-SAGEMAKER_TRANSFORMERS_VERSION = "4.17.0"
-"""The default version of transformers of a SageMaker job."""
-
-SAGEMAKER_PARALLEL_EC2_INSTANCES = ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"]
-"""The instances that support SageMaker's data parallelism library."""

@@ -38,12 +38,6 @@ BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
 """The first version of torch whose context parallelism works."""
 BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"
 """The first version of DeepSpeed whose sequence parallelism works."""
-FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"
-"""The first version of torch whose FSDP works."""
-FSDP2_PYTORCH_VERSION = "2.6.0"
-"""The first version of torch whose FSDP2 works."""
-DTENSOR_PYTORCH_VERSION = "2.5.0"
-"""The first version of torch with a public DTensor."""
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
@@ -317,27 +311,6 @@ def is_fp8_available() -> bool:
 def is_pippy_available() -> bool:
     """Return whether torch has `torch.distributed.pipelining` (2.4)."""
     return is_torch_version(">=", "2.4.0")
-
-
-def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Return whether NumPy is installed in a minimum version or newer."""
-    return _is_package_available("numpy") and compare_versions("numpy", ">=", min_version)
-
-
-def is_tqdm_available() -> bool:
-    """Return whether tqdm is installed."""
-    return _is_package_available("tqdm")
-
-
-def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bool:
-    """Return whether a module and its distribution (by default of the same name) are installed."""
-    if find_spec(pkg_name) is None:
-        return False
-    try:
-        version(metadata_name or pkg_name)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def is_weights_only_available() -> bool:

@@ -179,23 +179,18 @@ def clone_store(store: Any) -> Any:
     return store
 
 
-def absent_keys(store: Any, keys: Sequence[str]) -> list[str]:
-    """Return the keys that are not in a store: one request if none is absent, else one for each.
+def present_values(store: Any, keys: Sequence[str]) -> dict[str, bytes]:
+    """Return the values of those keys that are in a store, in two requests if all are.
 
     Example:
         >>> from torch.distributed import HashStore
         >>> store = HashStore()
         >>> store.set("1", "here")
-        >>> absent_keys(store, ["0", "1", "2"])
-        ['0', '2']
+        >>> present_values(store, ["0", "1", "2"])
+        {'1': b'here'}
     """
-    return [] if not keys or store.check([*keys]) else [key for key in keys if not store.check([key])]
-
-
-def get_all(store: Any, keys: Sequence[str]) -> list[bytes]:
-    """Return the values of keys that are all in a store, in one request where the store supports it."""
-    if not keys:
-        return []
-    if store.has_extended_api():
-        return store.multi_get(list(keys))
-    return [store.get(key) for key in keys]
+    if not store.check([*keys]):
+        keys = [key for key in keys if store.check([key])]
+    if keys and store.has_extended_api():
+        return dict(zip(keys, store.multi_get([*keys]), strict=True))
+    return {key: store.get(key) for key in keys}

@@ -114,14 +114,11 @@ def synchronize_rng_state(
 def synchronize_rng_states(
     rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None
 ) -> None:
-    """Broadcast rank 0's states of several generators to all ranks, in one message.
+    """Broadcast rank 0's states of several generators, the same on all ranks, in one message.
 
     Args:
-        rng_types: The generators, such as `["torch", "cuda", "generator"]`; the same on all ranks.
+        rng_types: Such as `["torch", "cuda", "generator"]`; errors are those of `synchronize_rng_state`.
         generator: The generator, for `"generator"`.
-
-    Raises:
-        SettingsError: The type is unknown, or its device or generator is missing.
     """
     sources = [rng_source(rng_type, generator) for rng_type in rng_types]
     collectives = runtime.current_or_single().collectives

@@ -84,9 +84,7 @@ def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False,
     An existing default process group is used unchanged.
 
     Raises:
-        SettingsError: The launcher's variables contradict each other, there are fewer devices than
-            processes, or the backend cannot serve the device.
-        UnsupportedError: The GPUs cannot access each other's memory, but NCCL is not configured for this.
+        SettingsError, UnsupportedError: As in `PartialState`.
         TypeError: `group` contains an unknown option.
     """
     global _current  # noqa: PLW0603 - the one runtime of a process

@@ -143,13 +143,10 @@ class ThreadCollectives:
 
     def _alike(self, name: str, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, which have the same shape and dtype."""
-        if not tensor.is_contiguous():
-            raise AssertionError(f"{name}: the tensor of rank {self.rank} is not contiguous.")
         tensors = self._exchange(name, tensor.detach())
-        if any((other.shape, other.dtype) != (tensor.shape, tensor.dtype) for other in tensors):
-            raise AssertionError(
-                f"{name}: the ranks have {[(other.dtype, [*other.shape]) for other in tensors]}."
-            )
+        kinds = [(other.dtype, [*other.shape]) for other in tensors]
+        if kinds != kinds[:1] * len(kinds) or not tensor.is_contiguous():
+            raise AssertionError(f"{name}: the ranks have {kinds}, or a tensor is not contiguous.")
         return tensors
 
     def _exchange(self, name: str, value: Any) -> list[Any]:

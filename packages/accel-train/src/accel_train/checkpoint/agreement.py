@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore
 from accel_state import hang_monitor
 from accel_state.errors import DistributedOperationException, StalledCollectiveError
 from accel_state.hang_monitor import HangMonitor
-from accel_state.process_group import absent_keys, clone_store, get_all
+from accel_state.process_group import clone_store, present_values
 from accel_state.rank_status import RankStatus, format_ranks, format_statuses
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class StoreAllGather:
             self._store.set(f"{round_name}/all", json.dumps(str(error)))
             raise DistributedOperationException(str(error)) from error
         self._was_alone = False
-        values = [json.loads(text) for text in get_all(self._store, keys)]
+        values = [json.loads(text) for text in present_values(self._store, keys).values()]
         self._store.set(f"{round_name}/all", json.dumps(values))
         self._store.delete_key(f"{round_name}/0")
         for finished in self._answered:  # every rank has read them
@@ -184,7 +184,7 @@ class StoreAllGather:
         """Undo the count of a collective that other ranks have not begun."""
         monitor = self._monitor()
         if self._in_main_thread and monitor is not None:
-            monitor.uncount()
+            monitor.count -= 1
 
     def _leave(self, operation: str, round_name: str) -> None:
         """Return on rank 0, whose process keeps the store, after all other ranks."""
@@ -210,8 +210,8 @@ class StoreAllGather:
                 if not stragglers.is_due():
                     continue
                 if self._rank == 0:
-                    absent = absent_keys(self._store, keys)
-                    stragglers.poll([int(key.rpartition("/")[2]) for key in absent])
+                    absent = set(keys) - present_values(self._store, keys).keys()
+                    stragglers.poll(sorted(int(key.rpartition("/")[2]) for key in absent))
                 else:
                     stragglers.poll([0])
 
