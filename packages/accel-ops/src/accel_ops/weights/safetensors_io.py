@@ -128,7 +128,7 @@ class SafetensorsFile:
 
     def read_ahead(self, names: Iterable[str]) -> None:
         """Read tensors into the page cache; return when they are read (on older kernels: requested)."""
-        for begin, end in self._pages(names):
+        for begin, end in _page_runs(self.entries[name] for name in names):
             self.read_ahead_bytes(begin, end)
 
     def read_ahead_bytes(self, begin: int, end: int) -> None:
@@ -141,13 +141,8 @@ class SafetensorsFile:
         """Return the mapped bytes of the file."""
         return memoryview(self._mapping()).toreadonly()
 
-    def evict(self, names: Iterable[str]) -> None:
-        """Release the memory of tensors; they are read again when used. Writes to them are lost."""
-        for begin, end in self._pages(names):
-            self.evict_bytes(begin, end)
-
     def evict_bytes(self, begin: int, end: int) -> None:
-        """Release the memory of bytes of the file, from a page boundary on, as `evict` does."""
+        """Release the memory of bytes of the file, from a page boundary on; writes to them are lost."""
         self._advise(getattr(mmap, "MADV_DONTNEED", None), begin, min(end, self.size))
 
     def _mapping(self) -> mmap.mmap:
@@ -170,10 +165,6 @@ class SafetensorsFile:
         if advice is not None and hasattr(self._mapping(), "madvise"):
             with contextlib.suppress(OSError):  # This kernel may not know the advice.
                 self._mapping().madvise(advice, begin, end - begin)
-
-    def _pages(self, names: Iterable[str]) -> list[tuple[int, int]]:
-        runs = _page_runs(self.entries[name] for name in names)
-        return [(begin, min(end, self.size)) for begin, end in runs]
 
 
 @frozen
