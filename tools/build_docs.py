@@ -1,9 +1,6 @@
 """Build the documentation; warnings and broken references are errors.
 
-The pictures of packages are drawn anew from their imports. `--pictures` draws the others, too: device maps,
-estimates, reports and what trackers show, which takes a Chromium.
-
-    uv run python tools/build_docs.py [--online] [--fresh] [--pictures] [--out build/docs/html]
+    uv run python tools/build_docs.py [--online] [--fresh] [--out build/docs/html]
 
 `--online` also links to the documentation of Python, NumPy and PyTorch, whose indexes it downloads.
 """
@@ -19,9 +16,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "packages" / "accel-suite" / "docs"
 OUT = ROOT / "build" / "docs" / "html"
-PICTURES = SOURCE / "pictures"
-DRAW_PACKAGES = SOURCE / "src" / "package_graphs.py"
-DRAW_OTHERS = (SOURCE / "src" / "draw_reports.py", ROOT / "tools" / "draw_pictures.py")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +25,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--fresh", action="store_true", help="read every page, also those that did not change"
     )
-    parser.add_argument("--pictures", action="store_true", help="draw every picture anew")
     parser.add_argument("--out", type=Path, default=OUT, help="the folder of the site")
     arguments = parser.parse_args(argv)
     out: Path = arguments.out.resolve()
@@ -39,8 +32,6 @@ def main(argv: list[str] | None = None) -> int:
     options += ["--fresh-env", "--write-all"] * arguments.fresh + ["-D", "online=1"] * arguments.online
     command = [sys.executable, "-m", "sphinx", *options, "-d", str(out.with_name("doctrees"))]
     started = time.monotonic()
-    for script in (DRAW_PACKAGES, *(DRAW_OTHERS if arguments.pictures else ())):
-        subprocess.run([sys.executable, str(script)], cwd=ROOT, check=True)
     done = subprocess.run([*command, str(SOURCE), str(out)], cwd=ROOT, check=False)
     if done.returncode == 0:
         pages = sum(1 for _ in out.rglob("*.html"))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from accel_cli.main import COMMANDS, installed_commands, main
-from glossary import load_glossary
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -155,19 +154,6 @@ def test_python_is_marked_as_such_and_can_be_parsed(page: Path) -> None:
     for kind, body in blocks:
         if kind == "py":
             ast.parse(textwrap.dedent(body))
-
-
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_has_no_phrase_that_makes_it_hard_to_read(page: Path) -> None:
-    assert [*load_glossary().find_in_page(page.read_text())] == []
-
-
-def test_phrases_that_make_a_page_hard_to_read_are_found_outside_of_code() -> None:
-    text = "## What it does\n\n`says` is code; this says more; it goes on, too.\n"
-    assert {found.line for found in load_glossary().find_in_page(text)} == {1, 3}
-    assert [found.found for found in load_glossary().find_in_page(text)] == [
-        *("says", "goes on", ", too", "## What", "is code; this says more;"),
-    ]
 
 
 def test_the_copied_pages_lead_to_the_copied_scripts(tmp_path: Path) -> None:
