@@ -188,15 +188,7 @@ def cpu_offload(
     weights |= {name: weights[first] for name, first in tied.items() if first in state}
     loader = OffloadedWeightsLoader(state_dict=weights)
     del state, weights
-    _hook(
-        model,
-        device,
-        {},
-        [""],
-        loader,
-        preload_module_classes,
-        offload_buffers=offload_buffers,
-    )
+    _hook(model, device, {}, [""], loader, preload_module_classes, offload_buffers=offload_buffers)
     return model
 
 
@@ -242,15 +234,7 @@ def disk_offload(
             f"the folder {str(offload_dir)!r} is that of another model: it has no weights for "
             f"{some_of(absent)}. Choose a folder of its own for each model"
         )
-    _hook(
-        model,
-        device,
-        {},
-        [""],
-        weights,
-        preload_module_classes,
-        offload_buffers=offload_buffers,
-    )
+    _hook(model, device, {}, [""], weights, preload_module_classes, offload_buffers=offload_buffers)
     return model
 
 

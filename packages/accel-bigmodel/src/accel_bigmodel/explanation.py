@@ -62,25 +62,19 @@ class Explanation:
         return sum(row.moved for row in self.rows)
 
     def __str__(self) -> str:
-        total = ("total", "", convert_bytes(self.total), "100 %", convert_bytes(self.moved), "")
-        table = [_HEAD, *(self._cells(row) for row in self.rows), total]
-        widths = [max(len(line[column]) for line in table) for column in range(len(_HEAD))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table
-        ]
-        return "\n".join(line.rstrip() for line in lines)
-
-    def _cells(self, row: DeviceUsage) -> tuple[str, ...]:
-        first, last = row.entries[0] or "the model", row.entries[-1]
-        span = first if len(row.entries) == 1 else f"{first} … {last}"
-        moved = convert_bytes(row.moved) if row.moved else "-"
-        return (
-            str(row.device),
-            str(len(row.entries)),
-            convert_bytes(row.nbytes),
-            f"{100 * row.fraction:.0f} %",
-            moved,
-            span,
+        table: list[tuple[str, ...]] = [_HEAD]
+        for row in self.rows:
+            first, last = row.entries[0] or "the model", row.entries[-1]
+            span = first if len(row.entries) == 1 else f"{first} … {last}"
+            share, moved = f"{100 * row.fraction:.0f} %", convert_bytes(row.moved) if row.moved else "-"
+            table.append(
+                (str(row.device), str(len(row.entries)), convert_bytes(row.nbytes), share, moved, span)
+            )
+        table.append(("total", "", convert_bytes(self.total), "100 %", convert_bytes(self.moved), ""))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        return "\n".join(
+            " ".join(f"{cell:{width + 1}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in table
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from accel_ops.tree import send_to_device
 
@@ -252,11 +252,7 @@ _lock = threading.Lock()
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Cast a module's weights to the compute dtype for its forward.
-
-    After the forward the stored weights are restored bit for bit, unless the forward changed them. Several
-    threads may run the module.
-    """
+    """Cast a module's weights to the compute dtype for its forward, and back. Several threads may run it."""
 
     _is_stateful = False
 
@@ -264,7 +260,6 @@ class LayerwiseCastingHook(ModelHook):
         self.storage_dtype = storage_dtype
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
-        self._stored: list[tuple[Tensor, Tensor, int]] = []
         self._users = 0
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -275,31 +270,19 @@ class LayerwiseCastingHook(ModelHook):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         with _lock:
             if not self._users:
-                for tensor in [*module.parameters(), *module.buffers()]:
-                    if tensor.is_floating_point() and tensor.dtype != self.compute_dtype:
-                        stored = tensor.data
-                        tensor.data = stored.to(self.compute_dtype, non_blocking=self.non_blocking)
-                        self._stored.append((tensor, stored, tensor._version))
+                module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
             self._users += 1
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        self._restore(module)
+        self.forward_failed(module)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        self._restore(module)
-
-    def _restore(self, module: nn.Module) -> None:
         with _lock:
-            self._users = max(0, self._users - 1)
-            if self._users:
-                return
-            for tensor, stored, version in self._stored:
-                if tensor._version == version:
-                    tensor.data = stored
-            self._stored.clear()
-            module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+            self._users -= 1
+            if not self._users:
+                module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
 
 def attach_layerwise_casting_hooks(

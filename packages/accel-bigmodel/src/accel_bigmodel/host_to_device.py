@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,11 @@ import psutil
 import torch
 from torch import Tensor
 
+from accel_bigmodel.offload import StoredTensor
 from accel_state import runtime
-from accel_state.frozen import frozen
 from accel_state.streams import DeviceStreams, pinned_if_possible
 
 if TYPE_CHECKING:
-    from accel_bigmodel.offload import StoredTensor
     from accel_ops.weights.safetensors_io import SafetensorsFile
 
 
@@ -34,21 +33,8 @@ Eight threads read cached pages into pinned memory and copy them to an H100 at 2
 """
 
 
-@frozen
-class Span:
-    """Elements of dtype `stored` of a source from the byte `begin` on, and their target: flat device memory.
-
-    They are cast to the dtype of the target on the host: the device may have room for the cast ones only.
-    """
-
-    source: SafetensorsFile | StoredTensor
-    begin: int
-    stored: torch.dtype
-    target: Tensor
-
-
 class HostToDevice:
-    """Copies spans to a device on one copy stream.
+    """Copies stored tensors to a device on one copy stream.
 
     Each of the `slots` staging buffers, of `slot_bytes`, has a reader thread. If host memory cannot be pinned
     there are fewer buffers, or one that is not pinned.
@@ -64,18 +50,24 @@ class HostToDevice:
             max_workers=slots, thread_name_prefix="accel-read", initializer=streams.set_current
         )
 
-    def copy(self, spans: Sequence[Span]) -> None:
-        """Issue the copies of spans. Returns when all are issued; they complete on the copy stream.
+    def copy(self, tensors: Sequence[tuple[StoredTensor, Tensor]]) -> None:
+        """Issue copies of stored tensors to flat device tensors in the dtypes in which they are used.
 
-        Not thread-safe.
+        They are cast on the host: the device may have room for the cast ones only. Returns when all copies
+        are issued; they complete on the copy stream. Not thread-safe.
 
         Raises:
             CheckpointError: A file ends too early. No copies are issued after the error.
         """
-        staged = [part for span in spans for part in self._split(span)]
-        ring = self._slots(len(staged))
+        parts = [
+            (stored, start, target[start : start + step])
+            for stored, target in tensors
+            for step in [self._slot_bytes // target.itemsize]
+            for start in range(0, target.numel(), step)
+        ]
+        ring = self._slots(len(parts))
         readers = [
-            self._readers.submit(self._stage, slot, staged[index :: len(ring)])
+            self._readers.submit(self._stage, slot, parts[index :: len(ring)])
             for index, slot in enumerate(ring)
         ]
         wait(readers)  # even if one fails: the caller reuses the memory to which the others copy
@@ -87,19 +79,8 @@ class HostToDevice:
         with self.streams.on(self.stream):
             self.streams.copy_(target, source)
 
-    def _split(self, span: Span) -> list[Span]:
-        step = self._slot_bytes // max(span.stored.itemsize, span.target.itemsize)
-        return [
-            replace(
-                span,
-                begin=span.begin + start * span.stored.itemsize,
-                target=span.target[start : start + step],
-            )
-            for start in range(0, span.target.numel(), step)
-        ]
-
     def _slots(self, count: int) -> list[_Slot]:
-        """Return at most as many slots as there are spans."""
+        """Return at most as many slots as there are parts to copy."""
         while len(self._ring) < min(count, self._count):
             pinned = pinned_if_possible(self.streams, self._slot_bytes)
             if pinned is None:
@@ -112,25 +93,15 @@ class HostToDevice:
             self._ring.append(_Slot(buffer, pinned is not None, self.streams.new_event()))
         return self._ring[:count]
 
-    def _stage(self, slot: _Slot, spans: Sequence[Span]) -> None:
+    def _stage(self, slot: _Slot, parts: Sequence[tuple[StoredTensor, int, Tensor]]) -> None:
         copy = self.streams.copy_ if slot.is_pinned else self.streams.copy_pageable_
-        for span in spans:
-            host = slot.buffer[: span.target.nbytes].view(span.target.dtype)
+        for stored, start, target in parts:
+            host = slot.buffer[: target.nbytes].view(target.dtype)
             slot.copied.synchronize()
-            _read(span, host)
+            stored.read_into(host, start)
             with self.streams.on(self.stream):
-                copy(span.target, host)
+                copy(target, host)
             slot.copied.record(self.stream)
-
-
-def _read(span: Span, host: Tensor) -> None:
-    """Fill host memory with a span's elements."""
-    if span.stored == host.dtype:
-        span.source.read_into(host.view(torch.uint8), span.begin)
-        return
-    raw = torch.empty(host.numel() * span.stored.itemsize, dtype=torch.uint8, device="cpu")
-    span.source.read_into(raw, span.begin)
-    host.copy_(raw.view(span.stored))
 
 
 def power_of_two(nbytes: int) -> int:
@@ -156,18 +127,19 @@ def upload(
     """
     streams = pipeline.streams
     tensors: dict[str, Tensor] = {}
-    spans: list[Span] = []
+    copies: list[tuple[StoredTensor, Tensor]] = []
     for name in sorted(dtypes, key=lambda name: file.entries[name].begin):
         entry, dtype = file.entries[name], dtypes[name]
         nbytes = math.prod(entry.shape) * dtype.itemsize
         flat = streams.empty(max(nbytes, dtype.itemsize))[:nbytes]
         tensors[name] = flat.view(dtype).view(entry.shape)
         if nbytes:
-            spans.append(Span(source=file, begin=entry.begin, stored=entry.dtype, target=flat.view(dtype)))
+            stored = StoredTensor(memory=file.tensor(name), dtype=dtype, file=file, name=name)
+            copies.append((stored, flat.view(dtype)))
     # The memory belongs to the current stream, whose earlier work may still use it.
     pipeline.stream.wait_stream(streams.current_stream())
     try:
-        pipeline.copy(spans)
+        pipeline.copy(copies)
     finally:
         # Even after an error: the memory returns to the current stream's pool while copies run.
         streams.current_stream().wait_stream(pipeline.stream)

@@ -111,13 +111,17 @@ class StoredTensor:
         """Read it into new memory, in the dtype in which it is used."""
         return (self.memory if self.file is None else self.file.read(self.name)).to(self.dtype)
 
-    def read_into(self, target: Tensor, begin: int) -> None:
-        """Fill a flat uint8 tensor on the CPU with the stored bytes from `begin` on."""
-        if self.file is not None:
-            self.file.read_into(target, self.file.entries[self.name].begin + begin)
+    def read_into(self, target: Tensor, start: int) -> None:
+        """Fill a flat tensor on the CPU with the elements from `start` on, cast to its dtype."""
+        stored = self.memory.dtype
+        if self.file is None:
+            target.copy_(self.memory.detach().reshape(-1)[start : start + target.numel()])
             return
-        flat = self.memory.detach().contiguous().view(-1).view(torch.uint8)
-        target.copy_(flat[begin : begin + target.numel()])
+        raw = target if target.dtype == stored else torch.empty(target.numel(), dtype=stored, device="cpu")
+        begin = self.file.entries[self.name].begin + start * stored.itemsize
+        self.file.read_into(raw.view(torch.uint8), begin)
+        if raw is not target:
+            target.copy_(raw)
 
 
 SUFFIX = ".dat"

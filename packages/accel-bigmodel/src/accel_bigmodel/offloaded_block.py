@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.align import AlignDevicesHook, OffloadedTensor, align_hooks_of
-from accel_bigmodel.host_to_device import SLOT_BYTES, HostToDevice, Span, available_host_memory, power_of_two
+from accel_bigmodel.host_to_device import SLOT_BYTES, HostToDevice, available_host_memory, power_of_two
 from accel_bigmodel.offload import OffloadedWeightsLoader, StoredTensor
 from accel_bigmodel.sizes import CONTAINERS
 from accel_ops.weights.safetensors_io import SafetensorsFile
@@ -66,19 +66,6 @@ class _Unit:
         """Append a tensor to the buffer."""
         self.tensors.append((names, stored, self.nbytes))
         self.nbytes += max(1, -(-stored.nbytes // _ALIGNMENT)) * _ALIGNMENT
-
-    def spans(self, buffer: Tensor) -> list[Span]:
-        """Return the spans to copy."""
-        return [
-            Span(
-                source=stored,
-                begin=0,
-                stored=stored.memory.dtype,
-                target=buffer[begin : begin + stored.nbytes].view(stored.dtype),
-            )
-            for _, stored, begin in self.tensors
-            if stored.nbytes
-        ]
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Return the tensors of a buffer as views."""
@@ -239,7 +226,13 @@ class StreamedBlocks:
         if unit.pinned is not None:
             pipeline.copy_pinned(unit.pinned, buffer)
         else:
-            pipeline.copy(unit.spans(buffer))
+            pipeline.copy(
+                [
+                    (stored, buffer[begin : begin + stored.nbytes].view(stored.dtype))
+                    for _, stored, begin in unit.tensors
+                    if stored.nbytes
+                ]
+            )
         ready = streams.new_event()
         ready.record(pipeline.stream)
         return [buffer], ready

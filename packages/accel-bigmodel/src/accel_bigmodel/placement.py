@@ -259,8 +259,3 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     if first_device.type != second_device.type:
         return False
     return first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
-
-
-def _get_proper_dtype(dtype: str | torch.dtype) -> torch.dtype:  # pyright: ignore[reportUnusedFunction] - programs call it
-    """Return the dtype with a name such as `"torch.float16"` or `"float16"`; return a dtype unchanged."""
-    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
