@@ -20,7 +20,7 @@ from accel_bigmodel import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accel_bigmodel.sources import is_network, local_checkpoint
+from accel_bigmodel.sources import local_checkpoint
 from accel_ops.weights.read import load_state_dict
 from accel_ops.weights.tensors import find_tied_parameters
 from accel_ops.weights.write import save_state_dict
@@ -546,18 +546,6 @@ def test_a_checkpoint_with_an_unknown_scheme_is_refused(tmp_path, monkeypatch):
     for load in (load_checkpoint_in_model, load_checkpoint_and_dispatch):
         with pytest.raises(SettingsError, match=r"checkpoint='nowhere://run': fsspec has no file system"):
             load(nn.Linear(1, 1), "nowhere://run")
-
-
-def test_a046_a_network_file_system_is_read_not_mapped(toy, toy_class, tokens, tmp_path, monkeypatch):
-    assert not is_network(tmp_path)
-    monkeypatch.setattr("accel_bigmodel.sources._mounts", lambda: {"/": "ext4", str(tmp_path): "nfs4"})
-    save_state_dict(toy.state_dict(), tmp_path / "ck")
-    assert is_network(tmp_path / "ck")
-    model = load_checkpoint_and_dispatch(
-        skeleton(toy_class), tmp_path / "ck", device_map={"": "cpu"}, report=True
-    )
-    assert set(model.load_report.nbytes) == {"read"}
-    assert torch.equal(model(tokens), toy(tokens))
 
 
 def test_integers_and_shards_of_other_types_come_as_they_are(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -10,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
 import torch
 from torch import Tensor, distributed
 
@@ -37,12 +35,6 @@ _PATTERNS = (
     (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, "*.bin"),
 )
 _SUFFIXES = (SAFETENSORS_SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".json")  # others are those of a hub id
-_NETWORK = frozenset(
-    {
-        "9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs",
-        "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3", "smbfs", "wekafs",
-    }
-)  # fmt: skip
 
 
 class Source(Protocol):
@@ -98,14 +90,14 @@ class Pipelines:
 
 
 class SafetensorsSource(Source):
-    """A safetensors file: mapped, or read in large chunks (network file system) or by ranges (store)."""
+    """A safetensors file: mapped, or read in large chunks (Windows) or by ranges (store)."""
 
     def __init__(self, path: AnyPath, pipelines: Pipelines | None = None) -> None:
         self.path = path
         self.in_place = isinstance(path, Path)
         self.file = SafetensorsFile(path)
         self.tensors = {name: (entry.shape, entry.dtype) for name, entry in self.file.entries.items()}
-        self.mapped = isinstance(path, Path) and not is_network(path) and can_replace_mapped()
+        self.mapped = isinstance(path, Path) and can_replace_mapped()
         self._pipelines = Pipelines() if pipelines is None else pipelines
         self._pipelines.fit(max((entry.nbytes for entry in self.file.entries.values()), default=0))
 
@@ -148,19 +140,6 @@ class BinSource(Source):
 
 def _has_tensors(table: Any) -> bool:
     return isinstance(table, dict) and any(isinstance(value, Tensor) for value in table.values())
-
-
-def is_network(path: Path) -> bool:
-    """Return whether a path is on a known network file system, where many small mapped reads are slow."""
-    real, mounts = path.resolve(), _mounts()
-    nearest = next((str(folder) for folder in (real, *real.parents) if str(folder) in mounts), None)
-    return nearest is not None and mounts[nearest] in _NETWORK
-
-
-@functools.cache
-def _mounts() -> dict[str, str]:
-    """Return the file system type of each mount point."""
-    return {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
 
 
 def open_checkpoint(checkpoint: str | os.PathLike[str]) -> list[Source]:
