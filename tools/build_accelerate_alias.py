@@ -106,7 +106,7 @@ def stub_line(name: str, source: str) -> str:
         >>> stub_line("has_xla", "accel_state.devices:is_torch_xla_available()")  # the result of a call
         'has_xla: object'
     """
-    if source.startswith("absent: ") or source.endswith("()"):
+    if source.endswith("()"):
         return f"{name}: object"
     module, is_explicit, attribute = source.partition(":")
     if not is_explicit or attribute:

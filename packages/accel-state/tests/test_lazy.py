@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-import types
 from importlib import import_module
 from unittest import mock
 
 import pytest
 
-from accel_state.errors import UnsupportedError
 from accel_state.lazy import entry_points_of
 
 
@@ -40,7 +37,6 @@ def zoo(tmp_path, monkeypatch):
             "eat": "accel_zoo.keeper:feed",
             "meal": "accel_zoo.keeper:feed()",
             "whale": "no_such_library",
-            "dodo": "absent: Use `feed`.",
         }
     }
     (package / "signs.py").write_text(f"NAMES = {names}")
@@ -67,22 +63,6 @@ def test_a_visible_name_resolves_and_is_not_listed(zoo):
     assert dir(gate) == gate.__all__ == []
     assert not hasattr(gate, "lion")
     assert not hasattr(gate, "whale")
-
-
-def test_an_absent_name_raises_a_sentence_when_it_is_used(zoo):
-    dodo = import_module("accel_zoo.gate").dodo
-    message = re.escape("accel_zoo.gate.dodo is not implemented in accel. Use `feed`.")
-    assert re.search(message, repr(dodo))
-    assert not hasattr(dodo, "__wrapped__")
-    for use in (
-        dodo,
-        lambda: bool(dodo),
-        lambda: list(dodo),
-        lambda: dodo.wings,
-        lambda: types.new_class("Chick", (dodo,)),
-    ):
-        with pytest.raises(UnsupportedError, match=message):
-            use()
 
 
 def test_a_distribution_on_a_new_folder_is_found(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from accel_state.errors import SettingsError, UnsupportedError, did_you_mean
+from accel_state.errors import SettingsError, did_you_mean
 from accel_state.frozen import frozen
 
 _IMPORT = re.compile(r"^from (\S+) import (\([^)]*\)|.*)$", re.MULTILINE)
@@ -76,8 +76,6 @@ def _visible_object(module: ModuleType, name: str) -> Any:
     """
     names = _visible_names(module, name)
     if name in names:
-        if names[name].startswith(_ABSENT):
-            return AbsentName(f"{module.__name__}.{name}", names[name].removeprefix(_ABSENT))
         with suppress(ModuleNotFoundError):
             return _object_at(names[name], name)
     raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}", name=name)
@@ -90,35 +88,6 @@ def _visible_names(module: ModuleType, name: str) -> dict[str, str]:
         return {}
     sources: dict[str, str] = import_module(table).NAMES.get(module.__name__, {})
     return {word: source for words, source in sources.items() for word in words.split()}
-
-
-_ABSENT = "absent: "
-"""The prefix, in a table of visible names, of the advice for names that we do not implement."""
-
-
-class AbsentName:
-    """A placeholder for a name of the reference that we do not implement: importing works, using it raises.
-
-    Args:
-        name: The full name.
-        advice: The last sentence of the error message.
-    """
-
-    def __init__(self, name: str, advice: str) -> None:
-        self._message = f"{name} is not implemented in accel. {advice}"
-
-    def __repr__(self) -> str:
-        return f"<{self._message}>"
-
-    def __call__(self, *_: object, **__: object) -> Any:
-        raise UnsupportedError(self._message)
-
-    __bool__ = __iter__ = __mro_entries__ = __call__
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(self._message, name=name)
-        raise UnsupportedError(self._message)
 
 
 def exports_of(stub: str, package: str) -> dict[str, str]:

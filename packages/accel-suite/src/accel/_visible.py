@@ -108,7 +108,6 @@ NAMES = {
         "Optional": "typing",
     },
     "accel.data_loader": {
-        "additional_kwargs v": "absent: It is the last value of a loop; use _PYTORCH_DATALOADER_ADDITIONAL_KWARGS.",
         "broadcast broadcast_object_list": "accel_ops.collectives",
         "concatenate find_batch_size get_data_structure initialize_tensors send_to_device slice_tensors": "accel_ops.tree",
         "GradientState": "accel_state.accelerator_state",
@@ -241,13 +240,11 @@ NAMES = {
         "device_count memory_allocated_func require_bnb require_cpu require_cuda require_cuda_or_hpu require_cuda_or_xpu require_fp16 require_fp8 require_huggingface_suite require_mlu require_mps require_multi_device require_multi_gpu require_multi_gpu_or_xpu require_multi_xpu require_musa require_non_cpu require_non_hpu require_non_torch_xla require_non_xpu require_npu require_pippy require_sdaa require_single_device require_single_gpu require_single_xpu require_torch_min_version require_torchao require_torchvision require_tpu require_transformer_engine require_transformer_engine_mxfp8 require_xpu run_first skip slow torch_device": "accel_train.testing.requirements",
     },
     "accel.test_utils.examples": {
-        "compare_against_test": "absent: It compares the example scripts of Accelerate's repository.",
         "clean_lines get_function_contents_by_name": "accel_train.testing.examples",
         "os": "os:",
         "Optional": "typing",
     },
     "accel.test_utils.scripts": {
-        "external_deps": "absent: `accel test` runs the checks of a machine.",
         "test_ops": "accel.test_utils.scripts.test_ops:",
         "test_script": "accel.test_utils.scripts.test_script:",
         "test_sync": "accel.test_utils.scripts.test_sync:",
@@ -279,7 +276,6 @@ NAMES = {
         "unittest": "unittest:",
     },
     "accel.test_utils.training": {
-        "mocked_dataloaders mocked_dataloaders_for_autoregressive_models": "absent: It reads sample files of Accelerate's repository.",
         "DistributedType": "accel_state.labels",
         "RegressionDataset RegressionModel": "accel_train.testing.regression",
         "np": "numpy:",
@@ -311,7 +307,6 @@ NAMES = {
         "Callable Optional TYPE_CHECKING": "typing",
     },
     "accel.utils.bnb": {
-        "quantize_and_offload_8bit": "absent: load_and_quantize_model offloads quantised weights.",
         "get_balanced_memory infer_auto_device_map": "accel_bigmodel.device_map",
         "dispatch_model": "accel_bigmodel.dispatch",
         "init_empty_weights": "accel_bigmodel.empty",
@@ -336,7 +331,6 @@ NAMES = {
         "torch": "torch:",
     },
     "accel.utils.dataclasses": {
-        "MODEL_CONFIGS_TO_MEGATRON_PARSERS parse_bert_config parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config": "absent: accel_plugins.megatron.families has the model families.",
         "AmaxComputeAlgorithm Backend FP8Format OptLevel": "accel_plugins.fp8.recipe",
         "logger": "accel_plugins.fsdp.plugin",
         "ProfilerActivity": "accel_plugins.kwargs:ActivityName",
@@ -371,7 +365,6 @@ NAMES = {
         "optim": "torch.optim:",
     },
     "accel.utils.environment": {
-        "_nvidia_smi": "absent: get_gpu_info and get_driver_version ask the driver.",
         "_parse_cpu_list logger": "accel_state.devices",
         "contextmanager": "contextlib",
         "dataclass field": "dataclasses",
@@ -414,7 +407,6 @@ NAMES = {
         "warnings": "warnings:",
     },
     "accel.utils.imports": {
-        "USE_TORCH_XLA _tpu_available": "absent: is_torch_xla_available answers.",
         "_torch_xla_available": "accel_state.devices:is_torch_xla_available()",
         "parse_flag_from_env patch_environment str_to_bool": "accel_state.environ",
         "compare_versions is_torch_version": "accel_state.libraries",
@@ -450,7 +442,6 @@ NAMES = {
     },
     "accel.utils.megatron_lm": {
         "ABC": "abc",
-        "_handle_megatron_data_iterator finish_mpu_init gather_across_data_parallel_groups initialize model_provider_func prepare_data_loader prepare_model_optimizer_scheduler prepare_optimizer prepare_scheduler": "absent: prepare() makes and initialises all of Megatron.",
         "recursively_apply send_to_device": "accel_ops.tree",
         "MegatronEngine": "accel_plugins.megatron.engine",
         "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep": "accel_plugins.megatron.train_steps",
@@ -474,8 +465,6 @@ NAMES = {
         "Optional": "typing",
     },
     "accel.utils.modeling": {
-        "fallback_allocate": "absent: infer_auto_device_map has the argument fallback_allocation.",
-        "_init_infer_auto_device_map": "absent: infer_auto_device_map returns the device map.",
         "logger": "accel_bigmodel.device_map:_log",
         "_get_param_device get_module_leaves": "accel_bigmodel.device_plan",
         "load_offloaded_weight offload_weight save_offload_index": "accel_bigmodel.offload",
