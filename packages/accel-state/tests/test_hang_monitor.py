@@ -228,11 +228,12 @@ def test_a_rank_that_computes_for_long_while_the_others_are_as_far_warns_nobody(
     with collective_scope("backward"):
         pass
     has_waited = threading.Event()
-    active.polls.append(
-        lambda: (
-            any(time.monotonic() - since > 1 for _, since in active._unchanged.values()) and has_waited.set()
-        )
-    )
+
+    def wait():
+        until(lambda: any(time.monotonic() - since > 1 for _, since in active._unchanged.copy().values()))
+        has_waited.set()
+
+    threading.Thread(target=wait, daemon=True).start()
     has_waited.wait()  # in one line
     assert not logged.is_set()
 

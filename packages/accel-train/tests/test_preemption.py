@@ -6,17 +6,13 @@ import multiprocessing
 import os
 import signal
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from accel_plugins.kwargs import ProjectConfiguration
-from accel_state import hang_monitor
 from accel_state.errors import SettingsError
 from accel_train import Accelerator
-from accel_train.checkpoint import preemption
 
 
 @pytest.fixture
@@ -190,16 +186,3 @@ def test_what_cannot_be_saved_or_handled_is_refused(tmp_path):
     thread.start()
     thread.join()
     assert "only in the main thread" in errors[0]
-
-
-def test_an_accelerator_that_is_replaced_is_not_polled_and_can_be_freed(monkeypatch):
-    monitor = SimpleNamespace(polls=[])
-    monkeypatch.setattr(hang_monitor, "_active", monitor)
-    monkeypatch.setattr(preemption.dist.distributed_c10d, "_get_default_store", HashStore)
-    runtime = SimpleNamespace(topology=SimpleNamespace(rank=0, world_size=2))
-    first, second = (preemption.Preemption(runtime, print) for _ in range(2))
-    first.install()
-    second.install()
-    assert monitor.polls == [second._poll]
-    preemption.end()
-    assert monitor.polls == []

@@ -203,7 +203,7 @@ class ProjectConfiguration:
         durable: Whether `save_state` waits until a checkpoint is on disk, so that it survives even a crash of
             the machine. Otherwise it counts once the operating system has it, as in other libraries.
         save_on_preemption: Whether SIGTERM or SIGUSR1, with which schedulers announce that they will end a
-            job, saves a checkpoint on all ranks after the same step, within seconds, and exits with code 143
+            job, saves a checkpoint on all ranks after the same step, and exits with code 143
             (`Accelerator.exit_if_preempted` defines a step). Needs `automatic_checkpoint_naming`.
 
     Raises:

@@ -120,7 +120,6 @@ class HangMonitor:
         slot: Number, name and call site of the collective that runs.
         count: How many collectives this rank has begun.
         diagnosis: Why a collective has failed, on this or another rank.
-        polls (list[Callable[[], None]]): Further short, non-blocking callbacks of each post.
     """
 
     def __init__(
@@ -130,7 +129,6 @@ class HangMonitor:
         self.count = 0
         self.diagnosis: str | None = None
         self.asynchronous = asynchronous
-        self.polls: list[Callable[[], None]] = []
         self.sampler: RankSampler | None = None
         self._store = PrefixStore("accel/hang_monitor", store)
         self._rank = rank
@@ -225,8 +223,6 @@ class HangMonitor:
                 self._post()
                 if self._rank == 0:
                     self._compare_ranks()
-                for poll in self.polls:
-                    poll()
             self._post(exited=True)
             self._store.add("exited", 1)
         except RuntimeError as error:  # the store is gone, with the process that hosted it
