@@ -129,8 +129,8 @@ def test_the_optimizer_and_the_files_of_a_state_are_its_own(state, tmp_path):
     for number, values in first["state"].items():
         assert_same(last["state"][number], values)
     assert (
-        checkpoint_folder.check(tmp_path / "full").files.keys()
-        == checkpoint_folder.check(folder).files.keys()
+        checkpoint_folder.read_manifest(tmp_path / "full").files.keys()
+        == checkpoint_folder.read_manifest(folder).files.keys()
     )
     name = "random_states_0.pkl"
     assert (tmp_path / "full" / name).read_bytes() == (folder / name).read_bytes()

@@ -117,8 +117,10 @@ def test_a_checkpoint_is_complete_if_it_is_so_on_every_host(hosts):
 @given(st.integers(0, 99))
 def test_every_file_of_a_checkpoint_is_known_as_such(index):
     names = [
-        layout.weights_name(index, safe=True),
-        layout.weights_name(index, safe=False),
+        *layout.full_weights_names(index),
+        layout.sharded_model_name(index),
+        layout.sharded_optimizer_name(index),
+        layout.engine_name(index),
         layout.optimizer_name(index),
         layout.scheduler_name(index),
         layout.sampler_name(index),
@@ -143,12 +145,3 @@ def test_files_of_others_are_not_taken_for_ours(name):
 @given(st.integers(0, 10**9))
 def test_a_numbered_name_tells_its_number(iteration):
     assert layout.iteration_of(layout.numbered_name(iteration)) == iteration
-
-
-def test_stale_folders_name_their_owner(tmp_path):
-    target = tmp_path / "checkpoint_3"
-    assert layout.target_of_trash(layout.staging_path(target, "0a").name) == "checkpoint_3"
-    assert layout.target_of_trash(layout.trash_path(target, "0a").name) == "checkpoint_3"
-    assert layout.target_of_trash(layout.staging_inside(target, "0a").name) == ""
-    assert layout.target_of_trash(layout.COMMIT_NAME) is None
-    assert layout.target_of_trash(target.name) is None

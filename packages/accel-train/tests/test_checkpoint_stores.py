@@ -150,7 +150,7 @@ def failing(monkeypatch, method, at, error=None, times=10**9):
 @pytest.mark.parametrize(
     "at", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "accel_manifest.json"]
 )
-def test_an_interrupted_upload_is_never_loaded_and_is_resumed(store, monkeypatch, at):
+def test_an_interrupted_upload_is_never_loaded_and_is_replaced(store, monkeypatch, at):
     run = Setup("memory://bucket/run")
     run.train()
     run.accelerator.save_state()
@@ -167,14 +167,8 @@ def test_an_interrupted_upload_is_never_loaded_and_is_resumed(store, monkeypatch
     other.accelerator.load_state()
     other.expect(expected)
     assert other.accelerator.save_iteration == 1
-    # The same state again: only what is not there is uploaded.
-    present = {name.rpartition("/")[2] for name in store if "checkpoint_1/" in name}
     run.accelerator.project_configuration.iteration = 1
-    with monkeypatch.context() as patch:
-        uploaded = failing(patch, "write_bytes", None)
-        assert run.accelerator.save_state().endswith("checkpoint_1")
-    assert {"model.safetensors", "optimizer.bin"} & present & set(uploaded) == set()
-    assert "accel_manifest.json" in uploaded
+    assert run.accelerator.save_state().endswith("checkpoint_1")
     assert not any(".accel-upload" in name for name in store)
     expected = run.tensors()
     other = Setup("memory://bucket/run", seed=1)
@@ -182,7 +176,7 @@ def test_an_interrupted_upload_is_never_loaded_and_is_resumed(store, monkeypatch
     other.expect(expected)
 
 
-def test_what_has_changed_since_an_interrupted_upload_is_uploaded(store, monkeypatch):
+def test_the_next_save_to_the_folder_of_an_interrupted_upload_is_complete(store, monkeypatch):
     run = Setup()
     with monkeypatch.context() as patch:
         failing(patch, "write_bytes", "accel_manifest.json")
@@ -254,16 +248,19 @@ def test_files_that_no_checkpoint_lists_stay_whatever_their_names(store):
     other.expect(run.tensors())
 
 
-def test_what_an_interrupted_upload_has_left_goes_and_files_of_others_stay(store, monkeypatch):
+def test_what_an_interrupted_upload_has_left_is_not_loaded_and_files_of_others_stay(store, monkeypatch):
     run = Setup()
     with monkeypatch.context() as patch:
         failing(patch, "write_bytes", "accel_manifest.json")
         with pytest.raises(CheckpointWriteError):
             run.accelerator.save_state("memory://bucket/run", safe_serialization=False)
     fsspec.filesystem("memory").pipe_file("/bucket/run/optimizer_1.bin", b"mine")
+    run.train()
     run.accelerator.save_state("memory://bucket/run")
-    assert "/bucket/run/pytorch_model.bin" not in store
     assert store["/bucket/run/optimizer_1.bin"].getvalue() == b"mine"
+    other = Setup(seed=1)
+    other.accelerator.load_state("memory://bucket/run")
+    other.expect(run.tensors())
 
 
 def test_a_deletion_that_is_interrupted_leaves_no_checkpoint(store, monkeypatch):
@@ -357,8 +354,7 @@ def test_what_a_store_cannot_hold_is_one_sentence(store, monkeypatch):
     with pytest.raises(CheckpointError, match="there is no folder 'memory://bucket/nothing'"):
         run.accelerator.load_state("memory://bucket/nothing")
     run.accelerator.save_state("memory://bucket/run")
-    with pytest.raises(SettingsError, match="mmap=True needs a local file"):
-        run.accelerator.load_state("memory://bucket/run", load_kwargs={"mmap": True})
+    run.accelerator.load_state("memory://bucket/run", load_kwargs={"mmap": True})
 
 
 def test_models_are_saved_in_files_of_bounded_size(store):

@@ -160,13 +160,15 @@ def of_state(
     `read` returns whether a top-level file or folder was read.
     """
     files, described, lost = _other_files(folder, read)
+    manifest = read_manifest(folder)
+    check(folder, manifest)
     return CheckpointContents(
         form=form,
         models=models,
         optimizers=optimizers,
         state_files=files,
         config_files=described,
-        manifest=check(folder),
+        manifest=manifest,
         dropped=[*dropped, *lost],
     )
 

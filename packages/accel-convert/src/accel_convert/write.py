@@ -140,7 +140,7 @@ def plan_full(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
     for index, model in enumerate(contents.models):
         weights, aliases = _without_aliases(model)
         dropped += [f"{name}, the same tensor as {first}" for name, first in aliases]
-        files.append(_safetensors_file(layout.weights_name(index, safe=True), weights, index))
+        files.append(_safetensors_file(layout.safe_weights_name(index), weights, index))
         labels |= {("model", index, name) for name in weights}
     for index, optimizer in enumerate(contents.optimizers):
         part: dict[Label, LazyTensor] = {

@@ -468,7 +468,7 @@ def _states(
     models, shards = run.prepared.models, run.strategy.states
     for index, model in enumerate(models):
         names = {
-            StateForm.FULL: layout.weights_name(index, safe=safe),
+            StateForm.FULL: layout.full_weights_names(index)[not safe],
             StateForm.SHARDED: layout.sharded_model_name(index),
         }
         full = full_models.get(model, model)

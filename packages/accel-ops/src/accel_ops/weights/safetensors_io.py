@@ -137,10 +137,6 @@ class SafetensorsFile:
         if not self._populate(begin, end - begin):
             self._advise(getattr(mmap, "MADV_WILLNEED", None), begin, end)
 
-    def contents(self) -> memoryview:
-        """Return the mapped bytes of the file."""
-        return memoryview(self._mapping()).toreadonly()
-
     def evict_bytes(self, begin: int, end: int) -> None:
         """Release the memory of bytes of the file, from a page boundary on; writes to them are lost."""
         self._advise(getattr(mmap, "MADV_DONTNEED", None), begin, min(end, self.size))

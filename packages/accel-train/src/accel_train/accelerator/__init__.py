@@ -1189,6 +1189,8 @@ class Accelerator(RankMethods):
         self,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        verify: bool = True,
         **load_model_func_kwargs: Any,
     ) -> None:
         """Load a checkpoint of `save_state`, with any number of processes. Call it on every process.
@@ -1199,6 +1201,8 @@ class Accelerator(RankMethods):
         Args:
             input_dir: The folder or its fsspec URL; if `None`, the newest complete numbered checkpoint.
             load_kwargs: More arguments of `torch.load`.
+            verify: Compare the checksums of all files before anything changes, for which the ranks read each
+                file once more. Otherwise only their sizes are compared.
             **load_model_func_kwargs: More arguments of `Module.load_state_dict`, such as `strict=False`; and
                 `map_location`, where the states of optimizers are read to first: `"cpu"`, `"on_device"` or a
                 device.
@@ -1214,6 +1218,7 @@ class Accelerator(RankMethods):
             input_dir,
             options=load_kwargs or {},
             model_options=load_model_func_kwargs,
+            verify=verify,
         )
         _resume_runs(self._parts.trackers, folder)
 

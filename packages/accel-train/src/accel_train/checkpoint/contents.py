@@ -90,7 +90,7 @@ def shared_parts(contents: Contents, *, safe: bool) -> list[CheckpointFile]:
     """List the files that the committer writes for all ranks."""
     parts = [
         CheckpointFile(
-            name=layout.weights_name(index, safe=safe),
+            name=(layout.safe_weights_name if safe else layout.bin_weights_name)(index),
             read=partial(dict, state),
             write=partial(write_weights, safe=safe),
         )

@@ -68,7 +68,7 @@ class CheckpointContext:
                 "ProjectConfiguration(automatic_checkpoint_naming=True) needs a project_dir: checkpoints go "
                 "to <project_dir>/checkpoints."
             )
-        return checkpoint.layout.numbered_folders(any_path(self.project.project_dir, "project_dir"))
+        return any_path(self.project.project_dir, "project_dir") / "checkpoints"
 
     @property
     def committer(self) -> int:

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import io
 import os
 import shutil
-import threading
-from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from functools import partial
-from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
 from accel_state.files import libc
 from accel_state.remote import BLOCK_BYTES, READS, AnyPath, RemoteFile, RemotePath
 from accel_train.checkpoint.layout import FileRecord
-
-if TYPE_CHECKING:
-    from accel_ops.weights.safetensors_io import SafetensorsFile
 
 
 def write_file(path: Path, write: Callable[[Any], object], *, to_disk: bool) -> FileRecord:
@@ -150,168 +141,6 @@ _FLUSHED_AS = "r+b" if os.name == "nt" else "rb"  # Windows flushes no file that
 def _flush_file(path: Path) -> None:
     with path.open(_FLUSHED_AS, buffering=0) as file:
         os.fsync(file.fileno())
-
-
-_MAPPED_CHUNK = 16 << 20  # bytes of a mapping that are in memory at once; a multiple of any page
-
-
-def record_of_mapping(file: SafetensorsFile) -> FileRecord:
-    """Hash a file through its mapping, which its tensors share, releasing what was hashed."""
-    digest = xxhash.xxh3_64()
-    contents = file.contents()
-    for begin in range(0, len(contents), _MAPPED_CHUNK):
-        file.read_ahead_bytes(begin, begin + _MAPPED_CHUNK)
-        digest.update(contents[begin : begin + _MAPPED_CHUNK])
-        file.evict_bytes(begin, begin + _MAPPED_CHUNK)
-    return FileRecord(size=len(contents), checksum=digest.hexdigest())
-
-
-_STRIPE = 1 << 19  # bytes that are read, then hashed: small enough to be still in the cache
-_LONG = 1 << 21  # bytes of a read in which another thread takes part
-
-
-class HashedReader(io.RawIOBase):
-    """A file that is hashed while it is read.
-
-    Bytes that are read in the order of the file are hashed when they are in memory; `finish` reads those that
-    were skipped. A second thread takes part in a long read: each reads the next stripe, or hashes the stripes
-    that are in memory while the other one reads.
-
-    Args:
-        path: The file.
-        positioned: Whether to read with `preadv`, which a second thread needs; Windows has none.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = pathlib.Path(folder) / "file"
-        ...     _ = path.write_bytes(b"0123456789")
-        ...     with HashedReader(path) as file:
-        ...         _ = file.seek(4)
-        ...         file.read(2), file.finish().size
-        (b'45', 10)
-    """
-
-    def __init__(self, path: AnyPath, *, positioned: bool = hasattr(os, "preadv")) -> None:
-        self._positioned = positioned
-        self._resources = ExitStack()
-        self._helper: ThreadPoolExecutor | None = None
-        if isinstance(path, RemotePath):
-            self._file: RemoteFile | FileIO = self._resources.enter_context(RemoteFile(path))
-            self._size = self._file.size
-        else:
-            self._file = self._resources.enter_context(path.open("rb", buffering=0))
-            self._size = os.fstat(self._file.fileno()).st_size
-        self._position = 0
-        self._hash = xxhash.xxh3_64()
-        self._hashed = 0  # bytes from the beginning on
-        self._hashing = threading.Lock()
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._position = offset + (0, self._position, self._size)[whence]
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int:
-        begin = self._position
-        view = memoryview(buffer).cast("B")[: max(0, self._size - begin)]
-        if 0 < begin - self._hashed <= _STRIPE:
-            self._hash_up_to(min(begin, self._size))
-        if len(view) > _STRIPE and not isinstance(self._file, RemoteFile):
-            unread, in_memory = deque(range(0, len(view), _STRIPE)), set[int]()
-            read = partial(self._read_and_hash, view, begin, unread, in_memory)
-            is_shared = self._positioned and len(view) >= _LONG
-            if is_shared and self._helper is None:
-                self._helper = self._resources.enter_context(ThreadPoolExecutor(1, "accel-read"))
-            second = self._helper.submit(read) if is_shared and self._helper is not None else None
-            try:
-                read()
-            finally:  # the owner of the memory may free it when this returns
-                unread.clear()
-                if second is not None:
-                    second.result()
-        else:
-            self._read_at(view, begin)
-        self._hash_from(view, begin)
-        self._position += len(view)
-        return len(view)
-
-    def finish(self) -> FileRecord:
-        """Hash what was not read; return the size and the checksum of the file.
-
-        Raises:
-            OSError: The file cannot be read.
-        """
-        self._hash_up_to(self._size)
-        return FileRecord(size=self._hashed, checksum=self._hash.hexdigest())
-
-    def close(self) -> None:
-        self._resources.close()
-        super().close()
-
-    def _read_and_hash(self, view: memoryview, begin: int, unread: deque[int], in_memory: set[int]) -> None:
-        """Read stripes until none is left; hash those in memory, unless the other thread is hashing."""
-        while True:
-            try:
-                start = unread.popleft()
-            except IndexError:
-                return
-            self._read_at(view[start : start + _STRIPE], begin + start)
-            in_memory.add(start)
-            if self._hashing.acquire(blocking=False):
-                try:
-                    while (start := self._hashed - begin) in in_memory:
-                        self._hash_from(view[: start + _STRIPE], begin)
-                finally:
-                    self._hashing.release()
-
-    def _hash_from(self, view: memoryview, begin: int) -> None:
-        """Hash the bytes of a view that follow those hashed before; the view begins at a file position."""
-        if begin <= self._hashed < begin + len(view):
-            self._hash.update(view[self._hashed - begin :])
-            self._hashed = begin + len(view)
-
-    def _hash_up_to(self, end: int) -> None:
-        buffer = memoryview(bytearray(min(_STRIPE, max(0, end - self._hashed))))
-        while self._hashed < end:
-            part = buffer[: end - self._hashed]
-            self._read_at(part, self._hashed)
-            self._hash_from(part, self._hashed)
-
-    def _read_at(self, view: memoryview, position: int) -> None:
-        """Fill a view with the bytes at a position of the file."""
-        if isinstance(self._file, RemoteFile):  # it reads large views with several threads
-            self._file.read_at(view, position)
-            return
-        done = 0
-        while done < len(view):
-            if self._positioned:
-                count = os.preadv(self._file.fileno(), [view[done:]], position + done)
-            else:
-                self._file.seek(position + done)
-                count = self._file.readinto(view[done:])
-            if not count:
-                size = os.fstat(self._file.fileno()).st_size  # another thread may be behind
-                raise OSError(f"{self._file.name!r} ends at byte {size}, not {self._size}")
-            done += count
-
-
-class HashedBytes(io.BytesIO):
-    """A small file, read into memory and hashed at once."""
-
-    def __init__(self, path: AnyPath) -> None:
-        content = path.read_bytes()
-        super().__init__(content)
-        self._record = FileRecord(size=len(content), checksum=xxhash.xxh3_64(content).hexdigest())
-
-    def finish(self) -> FileRecord:
-        """Return the size and the checksum of the file."""
-        return self._record
 
 
 def sizes_in(folder: AnyPath) -> dict[str, int]:

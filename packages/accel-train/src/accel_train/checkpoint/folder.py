@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import secrets
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,11 +22,12 @@ from accel_train.checkpoint.files import (
     flush_folder,
     make_folder,
     move,
+    record_of,
     remove,
     sizes_of,
     write_file,
 )
-from accel_train.checkpoint.layout import FileRecord, Manifest
+from accel_train.checkpoint.layout import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -44,25 +46,30 @@ def make_staging(target: AnyPath) -> AnyPath:
         return stores.make_staging(target)
     make_folder(target.parent)
     recover(target)
-    named = target.absolute()  # "." has neither a name nor a parent
-    for folder in (named, named.parent):
-        with contextlib.suppress(OSError):  # the parent folder may be read-only
-            for entry in folder.iterdir():
-                if _is_trash(entry, named):
-                    remove(entry)
     nonce = secrets.token_hex(4)
-    staging = (layout.staging_inside if target.is_dir() else layout.staging_path)(target, nonce)
+    named = target.absolute()  # "." has neither a name nor a parent
+    with contextlib.suppress(OSError):  # the parent folder may be read-only
+        for path in _stale(named):
+            remove(path)
+    staging = target / f"{_SAVING}{nonce}" if target.is_dir() else _beside(named, f"{_SAVING}{nonce}")
     make_folder(staging)
     return staging
 
 
-def _is_trash(entry: Path, target: Path) -> bool:
-    """Return whether a path in or next to a checkpoint is stale, also from earlier numbered checkpoints."""
-    owner = layout.target_of_trash(entry.name)
-    if owner is None or not owner:
-        return owner is not None and entry.parent == target
-    numbered = layout.iteration_of(target.name) is not None and layout.iteration_of(owner) is not None
-    return entry.parent == target.parent and (numbered or owner == target.name)
+_SAVING = ".saving-"
+_DELETING = ".deleting-"
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}{suffix}")
+
+
+def _stale(target: Path) -> list[Path]:
+    """Return the folders that processes that died have left of a checkpoint, or of other numbered ones."""
+    numbered = layout.iteration_of(target.name) is not None
+    name = "checkpoint_[0-9]*" if numbered else glob.escape(target.name)
+    beside = (path for end in (_SAVING, _DELETING) for path in target.parent.glob(f".{name}{end}*"))
+    return [*target.glob(f"{_SAVING}*"), *beside]
 
 
 def commit(staging: AnyPath, target: AnyPath, manifest: Manifest, *, to_disk: bool) -> None:
@@ -151,19 +158,21 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
     raise CheckpointError(f"{str(path)!r} cannot be read ({reason}): load another checkpoint.")
 
 
-def check(folder: AnyPath) -> Manifest | None:
-    """Check by the sizes of its files that a checkpoint is complete; return its manifest, if it has one."""
-    manifest = read_manifest(folder)
+def check(folder: AnyPath, manifest: Manifest | None) -> None:
+    """Check by the sizes of its files that a checkpoint is complete.
+
+    Raises:
+        CheckpointError: A file is absent or has another size.
+    """
     if manifest is None:
         _check_foreign(folder)
-        return None
+        return
     listed = folder.sizes() if isinstance(folder, RemotePath) else {}  # in one request, but perhaps late
     complaints = manifest.complaints(listed) and manifest.complaints(sizes_of(folder, manifest.files))
     if complaints:
         raise CheckpointError(
             f"The checkpoint {str(folder)!r} is damaged: {', '.join(complaints)}. Load another one."
         )
-    return manifest
 
 
 def _check_foreign(folder: AnyPath) -> None:
@@ -172,27 +181,24 @@ def _check_foreign(folder: AnyPath) -> None:
         raise CheckpointError(
             f"{str(folder)!r} is incomplete: its upload was interrupted. Save it again, or load another one."
         )
-    names = sorted(entry.name for entry in folder.iterdir() if layout.is_of_checkpoint(entry.name))
-    folders = [
-        entry for entry in folder.iterdir() if entry.is_dir() and layout.is_folder_of_checkpoint(entry.name)
-    ]
-    if not names and not folders:
+    entries = sorted((path for path in folder.iterdir() if layout.is_of_checkpoint(path.name)), key=str)
+    if not entries:
         raise CheckpointError(
             f"{str(folder)!r} is not a checkpoint: it has neither {layout.MANIFEST_NAME!r} nor any other "
             "file of a checkpoint."
         )
-    for name in names:
-        if name in layout.ENGINE_ROOT_FILES:
+    for path in entries:
+        if path.name in layout.ENGINE_ROOT_FILES:
             continue
-        if name.endswith(SAFETENSORS_SUFFIX):
-            SafetensorsFile(folder / name)
+        if path.is_dir():
+            if not is_sharded_folder(path) and find_foreign(folder, path.name, 1) is None:
+                raise CheckpointError(
+                    f"{str(path)!r} is incomplete: it has no {INDEX_NAME!r}, which is written last."
+                )
+        elif path.name.endswith(SAFETENSORS_SUFFIX):
+            SafetensorsFile(path)
         else:
-            _check_saved(folder / name)
-    for path in folders:
-        if not is_sharded_folder(path) and find_foreign(folder, path.name, 1) is None:
-            raise CheckpointError(
-                f"{str(path)!r} is incomplete: it has no {INDEX_NAME!r}, which is written last."
-            )
+            _check_saved(path)
 
 
 _ZIP = b"PK\x03\x04"
@@ -208,42 +214,23 @@ def _check_saved(path: AnyPath) -> None:
         raise CheckpointError(f"{str(path)!r} is truncated: writing it was interrupted.")
 
 
-SMALL = 1 << 20
-"""Bytes that one thread hashes in less time than others need to start."""
 _READERS = 4  # files that are hashed at the same time
 
 
-def verify(
-    folder: AnyPath,
-    manifest: Manifest,
-    names: Iterable[str],
-    records: Mapping[str, FileRecord],
-    record_of: Callable[[str], FileRecord],
-) -> None:
+def verify(folder: AnyPath, manifest: Manifest, names: Sequence[str]) -> None:
     """Compare the contents of some files with their checksums.
-
-    Args:
-        folder: The checkpoint.
-        manifest: Its manifest.
-        names: The files to hash and compare.
-        records: Records of files that are already hashed; they are also compared.
-        record_of: Hashes a file.
 
     Raises:
         CheckpointError: A checksum differs.
     """
-    unread = [name for name in names if name not in records]
-    if sum(manifest.files[name].size for name in unread) < SMALL:
-        read = [*map(record_of, unread)]
-    else:
-        with ThreadPoolExecutor(_READERS, "accel-verify") as threads:
-            read = [*threads.map(record_of, unread)]
-    for name, record in [*records.items(), *zip(unread, read, strict=True)]:
-        if record != manifest.files[name]:
-            raise CheckpointError(
-                f"The checkpoint {str(folder)!r} is damaged: {name!r} has the checksum {record.checksum}, "
-                f"not {manifest.files[name].checksum}. Load another one."
-            )
+    with ThreadPoolExecutor(_READERS, "accel-verify") as threads:
+        records = threads.map(lambda name: record_of(folder / name), names)
+        for name, record in zip(names, records, strict=True):
+            if record != manifest.files[name]:
+                raise CheckpointError(
+                    f"The checkpoint {str(folder)!r} is damaged: {name!r} has the checksum "
+                    f"{record.checksum}, not {manifest.files[name].checksum}. Load another one."
+                )
 
 
 def list_complete(project: AnyPath) -> list[int]:
@@ -253,7 +240,7 @@ def list_complete(project: AnyPath) -> list[int]:
         folder = project / layout.numbered_name(iteration)
         try:
             recover(folder)
-            check(folder)
+            check(folder, read_manifest(folder))
         except (OSError, CheckpointError) as error:
             logger.warning("Skipped: %s", error)
         else:
@@ -302,6 +289,6 @@ def delete(folder: AnyPath) -> None:
     if isinstance(folder, RemotePath):
         stores.delete(folder)
         return
-    trash_path = layout.trash_path(folder, secrets.token_hex(4))
-    move(folder, trash_path)
-    remove(trash_path)
+    trash = _beside(folder, f"{_DELETING}{secrets.token_hex(4)}")
+    move(folder, trash)
+    remove(trash)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, field
-from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 from accel_ops.weights.layout import MODEL_NAME, SAFE_MODEL_NAME, SAFETENSORS_SUFFIX
 from accel_state.errors import CheckpointError
 from accel_state.frozen import frozen
-from accel_state.remote import AnyPath
 
 FSDP_MODEL_NAME = f"{MODEL_NAME}_fsdp"
 """The folder or file of a model that FSDP shards, before its number."""
@@ -27,61 +25,56 @@ SCALER_NAME = "scaler.pt"
 """The file of the loss scaler."""
 SCHEDULER_NAME = "scheduler"
 """The stem of a scheduler's files."""
-CUSTOM_NAME = "custom_checkpoint"
-LOADER_STATE_NAME = "dl_state_dict"
-POSITION_NAME = "data_position"
 MANIFEST_NAME = "accel_manifest.json"
 TRACKERS_NAME = "trackers.json"
 COMMIT_NAME = ".accel-commit"
 """In a folder that is overwritten: a complete checkpoint whose files have yet to replace the old ones. On a
 disk, a number follows."""
 UPLOAD_NAME = ".accel-upload"
-"""In a folder of an object store: what was uploaded of a checkpoint that is not complete yet."""
-_SAVING = "saving-"
-_DELETING = "deleting-"
-_STALE = re.compile(rf"(\.(.+))?\.({_SAVING}|{_DELETING})[0-9a-f]+")
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
-_OURS = re.compile(
-    rf"""({SAFE_MODEL_NAME}(_\d+)?\{SAFETENSORS_SUFFIX}
-    |({MODEL_NAME}|{FSDP_MODEL_NAME}|{OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME}|{LOADER_STATE_NAME})(_\d+)?\.bin
-    |{re.escape(SCALER_NAME)}
-    |{POSITION_NAME}_\d+\.bin
-    |({RNG_STATE_NAME}|{CUSTOM_NAME})_\d+\.pkl
-    |{re.escape(TRACKERS_NAME)}
-    |{re.escape(MANIFEST_NAME)})""",
-    re.VERBOSE,
-)
-_OUR_FOLDERS = re.compile(rf"({FSDP_MODEL_NAME}|{OPTIMIZER_NAME})_\d+|{MODEL_NAME}(_\d+)?")
+"""In a folder of an object store: says that the checkpoint is not complete yet."""
 ENGINE_ROOT_FILES = frozenset({"latest", "zero_to_fp32.py", "zero_to_torch.py"})
 """The files that DeepSpeed writes next to the folders of its engines."""
 
-
-def _indexed(stem: str, index: int, suffix: str = ".bin") -> str:
-    return f"{stem}{suffix}" if index == 0 else f"{stem}_{index}{suffix}"
+_patterns = [re.escape(name) for name in (SCALER_NAME, TRACKERS_NAME, MANIFEST_NAME, *ENGINE_ROOT_FILES)]
 
 
-optimizer_name = partial(_indexed, OPTIMIZER_NAME)
-"""The state of an optimizer by the order of preparation: `optimizer.bin`, `optimizer_1.bin`."""
-engine_name = partial(_indexed, MODEL_NAME, suffix="")
-"""The folder that DeepSpeed's engine writes: `pytorch_model`, `pytorch_model_1` and so on."""
-fsdp_weights_name = partial(_indexed, FSDP_MODEL_NAME)
-"""The weights of a sharded model in one file, which other libraries write: `pytorch_model_fsdp.bin`."""
-scheduler_name = partial(_indexed, SCHEDULER_NAME)
-"""The state of a scheduler, by the order of preparation: `scheduler.bin`, `scheduler_1.bin` and so on."""
-sampler_name = partial(_indexed, SAMPLER_NAME)
-"""A pickled sampler, which only other libraries write: `sampler.bin`, `sampler_1.bin` and so on."""
-loader_state_name = partial(_indexed, LOADER_STATE_NAME)
-"""The state of a torchdata loader: `dl_state_dict.bin`, `dl_state_dict_1.bin` and so on."""
+def _row(stem: str, suffix: str = "", *, first: bool = True) -> Callable[[int], str]:
+    """Add a row to the names of a checkpoint; return the name by number, which the first has if `first`."""
+    _patterns.append(rf"{stem}{r'_[0-9]+' if first else r'(_[0-9]+)?'}{re.escape(suffix)}")
+    return lambda number: f"{stem}_{number}{suffix}" if first or number else f"{stem}{suffix}"
 
 
-def weights_name(index: int, *, safe: bool) -> str:
-    """Return the name of the weights of a model, by the order of preparation.
+# Of a model, by the order of preparation: its weights, as safetensors and as `torch.save` writes them, those
+# that other libraries gather from shards, and the folders of its shards and of DeepSpeed's engine.
+safe_weights_name = _row(SAFE_MODEL_NAME, SAFETENSORS_SUFFIX, first=False)
+bin_weights_name = _row(MODEL_NAME, ".bin", first=False)
+fsdp_weights_name = _row(FSDP_MODEL_NAME, ".bin", first=False)
+sharded_model_name = _row(FSDP_MODEL_NAME)
+engine_name = _row(MODEL_NAME, first=False)
+# Of other objects, by the order of preparation or registration: `optimizer.bin`, `optimizer_1.bin` and so on.
+# Samplers are pickled, and only by other libraries.
+optimizer_name = _row(OPTIMIZER_NAME, ".bin", first=False)
+sharded_optimizer_name = _row(OPTIMIZER_NAME)
+scheduler_name = _row(SCHEDULER_NAME, ".bin", first=False)
+sampler_name = _row(SAMPLER_NAME, ".bin", first=False)
+loader_state_name = _row("dl_state_dict", ".bin", first=False)
+custom_name = _row("custom_checkpoint", ".pkl")
+# Of a rank: the states of its generators, and the positions of its loaders.
+rng_name = _row(RNG_STATE_NAME, ".pkl")
+position_name = _row("data_position", ".bin")
+
+_OURS = re.compile("|".join(_patterns))
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+def is_of_checkpoint(name: str) -> bool:
+    """Return whether a file or folder has a name of a checkpoint's: others may have such names, too.
 
     Example:
-        >>> weights_name(0, safe=True), weights_name(1, safe=False)
-        ('model.safetensors', 'pytorch_model_1.bin')
+        >>> is_of_checkpoint("optimizer_1.bin"), is_of_checkpoint("tokenizer.json")
+        (True, False)
     """
-    return _indexed(SAFE_MODEL_NAME if safe else MODEL_NAME, index, SAFETENSORS_SUFFIX if safe else ".bin")
+    return _OURS.fullmatch(name) is not None
 
 
 def full_weights_names(index: int) -> tuple[str, str, str]:
@@ -91,62 +84,7 @@ def full_weights_names(index: int) -> tuple[str, str, str]:
         >>> full_weights_names(0)
         ('model.safetensors', 'pytorch_model.bin', 'pytorch_model_fsdp.bin')
     """
-    return weights_name(index, safe=True), weights_name(index, safe=False), fsdp_weights_name(index)
-
-
-def sharded_model_name(index: int) -> str:
-    """Return the folder with the shards of a model, by the order of preparation.
-
-    Example:
-        >>> sharded_model_name(0)
-        'pytorch_model_fsdp_0'
-    """
-    return f"{FSDP_MODEL_NAME}_{index}"
-
-
-def sharded_optimizer_name(index: int) -> str:
-    """Return the folder with the shards of an optimizer: `optimizer_0`, `optimizer_1` and so on."""
-    return f"{OPTIMIZER_NAME}_{index}"
-
-
-def rng_name(rank: int) -> str:
-    """Return the file with the RNG states of a rank."""
-    return f"{RNG_STATE_NAME}_{rank}.pkl"
-
-
-def position_name(rank: int) -> str:
-    """Return the file with the positions of a rank's data loaders."""
-    return f"{POSITION_NAME}_{rank}.bin"
-
-
-def custom_name(index: int) -> str:
-    """Return the file of an object registered for checkpointing, by the order of registration."""
-    return f"{CUSTOM_NAME}_{index}.pkl"
-
-
-def is_of_checkpoint(name: str) -> bool:
-    """Return whether a file has a name of a checkpoint's: others may have such files, too.
-
-    Example:
-        >>> is_of_checkpoint("optimizer_1.bin"), is_of_checkpoint("tokenizer.json")
-        (True, False)
-    """
-    return name in ENGINE_ROOT_FILES or _OURS.fullmatch(name) is not None
-
-
-def is_folder_of_checkpoint(name: str) -> bool:
-    """Return whether a folder has a name of a checkpoint's: others may have such folders, too.
-
-    Example:
-        >>> is_folder_of_checkpoint("optimizer_0"), is_folder_of_checkpoint("logs")
-        (True, False)
-    """
-    return _OUR_FOLDERS.fullmatch(name) is not None
-
-
-def numbered_folders(project_dir: AnyPath) -> AnyPath:
-    """Return the folder of numbered checkpoints."""
-    return project_dir / "checkpoints"
+    return safe_weights_name(index), bin_weights_name(index), fsdp_weights_name(index)
 
 
 def numbered_name(iteration: int) -> str:
@@ -168,32 +106,6 @@ def iteration_of(name: str) -> int | None:
     """
     match = _NUMBERED.fullmatch(name)
     return None if match is None else int(match[1])
-
-
-def staging_path(target: Path, nonce: str) -> Path:
-    """Return the staging folder of a checkpoint whose folder does not exist yet."""
-    return target.with_name(f".{target.name}.{_SAVING}{nonce}")
-
-
-def staging_inside(target: Path, nonce: str) -> Path:
-    """Return the staging folder of a checkpoint in an existing folder."""
-    return target / f".{_SAVING}{nonce}"
-
-
-def trash_path(target: Path, nonce: str) -> Path:
-    """Return the path of a checkpoint while it is deleted."""
-    return target.with_name(f".{target.name}.{_DELETING}{nonce}")
-
-
-def target_of_trash(name: str) -> str | None:
-    """Return the checkpoint to which a staging or trash folder belongs: `""` is its parent; else `None`.
-
-    Example:
-        >>> target_of_trash(".checkpoint_3.saving-12ab"), target_of_trash("checkpoint_3")
-        ('checkpoint_3', None)
-    """
-    match = _STALE.fullmatch(name)
-    return None if match is None else (match[2] or "")
 
 
 FORMAT = 1

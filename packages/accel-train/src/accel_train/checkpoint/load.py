@@ -1,18 +1,16 @@
-"""Load a checkpoint: open it on every rank, verify its files, restore the objects of the run.
+"""Load a checkpoint: verify its files, read them on every rank, restore the objects of the run.
 
-Nothing changes in the run before all ranks have opened the same checkpoint and verified it.
+Nothing changes in the run before all ranks have verified and read the same checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,13 +44,14 @@ from accel_train.checkpoint.contents import (
     write_rng,
 )
 from accel_train.checkpoint.context import CheckpointContext
-from accel_train.checkpoint.files import HashedBytes, HashedReader, record_of, record_of_mapping
-from accel_train.checkpoint.folder import SMALL, complete_everywhere, is_unchanged
-from accel_train.checkpoint.layout import FileRecord, Manifest, shares
+from accel_train.checkpoint.folder import complete_everywhere, is_unchanged
+from accel_train.checkpoint.layout import Manifest, shares
 from accel_train.checkpoint.staging import location_of, read_object
+from accel_train.checkpoint.stores import on_disk
 
 logger = logging.getLogger(__name__)
 WHAT = "load_state()"
+_MAPPED_FROM = 1 << 20  # bytes of a file of `torch.save`
 
 
 def load(
@@ -61,27 +60,24 @@ def load(
     *,
     options: Mapping[str, Any],
     model_options: Mapping[str, Any],
+    verify: bool,
 ) -> AnyPath:
     """Load the state of a run, as `Accelerator.load_state`; return the folder of the checkpoint."""
     run.finish()
-    # 1. Open and verify the newest complete checkpoint.
+    # 1. Find the newest complete checkpoint, and read it.
     to_model = dict(model_options)
     location = location_of(to_model.pop("map_location", None), run.runtime.device)
-    candidates = _candidates(run, input_dir)
-    source = open_newest_complete(run, candidates, {"map_location": location, "options": options})
+    source = _newest_complete(run, _candidates(run, input_dir), location, options, verifies=verify)
+    with run.raising_everywhere(WHAT), _of_one_state(source):
+        _read(run, source)
     # 2. Restore the objects of this rank.
-    with run.raising_everywhere(WHAT):
+    with run.raising_everywhere(WHAT), _of_one_state(source):
         try:
-            with releasable(source.mapped_tensors()):
+            with releasable(source.mapped):
                 _restore(run, source, to_model)
         except RuntimeError as error:
             error.args = (shortened(str(error)),)
             raise
-        if not source.is_open and not is_unchanged(source.folder, source.manifest):
-            raise CheckpointError(
-                f"{str(source.folder)!r} was replaced while it was loaded, so the loaded state may mix "
-                "two checkpoints. Call load_state() again."
-            )
     logger.info("Loaded the state from %s.", source.folder)
     return source.folder
 
@@ -173,68 +169,81 @@ def _complete_on_all(proposals: Iterable[LoadProposal]) -> list[int]:
     return complete_everywhere([row.complete for row in proposals if row.complete is not None])
 
 
-def open_newest_complete(
-    run: CheckpointContext, candidates: Sequence[AnyPath], options: Mapping[str, Any]
+def _newest_complete(
+    run: CheckpointContext,
+    candidates: Sequence[AnyPath],
+    location: torch.device,
+    options: Mapping[str, Any],
+    *,
+    verifies: bool,
 ) -> CheckpointReader:
-    """Open the newest complete checkpoint, the same on every rank.
+    """Return the newest complete checkpoint, the same on every rank.
 
     Args:
         run: The run to load into.
         candidates: The folders to try, newest first.
-        options: More arguments of `CheckpointReader`.
+        location: The device to which optimizer states are read first.
+        options: More arguments of `torch.load`.
+        verifies: Whether the ranks, which share the files, compare checksums.
 
     Raises:
-        CheckpointError: None of them is complete, or what was saved does not fit the run.
+        CheckpointError: None of them is complete.
     """
     problems: list[str] = []
     for folder in candidates:
-        source = _attempt(run, folder, options)
-        if isinstance(source, CheckpointReader):
-            return source
-        problems.append(source)
+        # 1. Check the folder, and this rank's share of the files.
+        manifest, problem = None, ""
+        try:
+            manifest = folders.read_manifest(folder)
+            folders.check(folder, manifest)
+            if verifies and manifest is not None:
+                folders.verify(folder, manifest, _names_to_verify(run, manifest))
+        except (OSError, CheckpointError) as error:
+            problem = str(error) if is_unchanged(folder, manifest) else _replaced(folder)
+        # 2. Agree on one undamaged checkpoint.
+        text = "" if manifest is None else manifest.to_text()
+        digest = xxhash.xxh3_64(text.encode()).hexdigest() if text else ""
+        digests, found = zip(*run.main.exchange(WHAT, (digest, problem)), strict=True)
+        differ = not run.project.save_on_each_node and len({*digests} - {""}) > 1
+        problem = _replaced(folder) if differ else first_problem(found)
+        if not problem:
+            topology = run.runtime.topology
+            return CheckpointReader(
+                folder=folder,
+                manifest=manifest,
+                rank=topology.rank,
+                world_size=topology.world_size,
+                device=run.runtime.device,
+                map_location=location,
+                options=options,
+            )
+        problems.append(problem)
         if len(candidates) > 1:
-            logger.warning("Skipped: %s", source)
+            logger.warning("Skipped: %s", problem)
     raise CheckpointError(problems[0] if len(problems) == 1 else f"No checkpoint is complete. {problems[0]}")
 
 
-def _attempt(run: CheckpointContext, folder: AnyPath, options: Mapping[str, Any]) -> CheckpointReader | str:
-    """Open a checkpoint; return its problem, if there is one."""
-    # 1. Find the checkpoint, and map the weights.
-    source, absent = _locate(run, folder, options)
-    concurrent, remaining = _to_verify(run, source)
-    has_models, failure = (False, None) if absent else _result_or_error(_open_models, run, source)
-    # 2. Read all other files, while a thread verifies those that are not hashed by reading them.
-    with ThreadPoolExecutor(1, "accel-verify") as thread:
-        damage = thread.submit(_verify, replace(source, records={}), concurrent) if concurrent else None
-        if not absent and failure is None:
-            has_others, failure = _result_or_error(_open_others, run, source)
-            source = replace(source, is_open=has_models and has_others)
-        damaged = absent or _verify(source, remaining) or (damage and damage.result()) or ""
-    # 3. Agree on one undamaged checkpoint.
-    damages = _exchange(run, source, damaged)
-    if damages:
-        return damages
-    # 4. Agree that every rank could read it.
-    is_known = isinstance(failure, (OSError, CheckpointError))
-    problem = "" if failure is None else str(failure) if is_known else repr(failure)
-    problems = _exchange(run, source, problem)
-    if failure is not None and not is_known:
-        raise failure
-    if problems and source.manifest is not None:  # the checkpoint is complete, and is of other objects
-        raise CheckpointError(problems)
-    return problems or source
+def _names_to_verify(run: CheckpointContext, manifest: Manifest) -> list[str]:
+    """Return this rank's share of the files."""
+    topology = run.runtime.topology
+    num_readers = topology.local_world_size if run.project.save_on_each_node else topology.world_size
+    return shares(manifest.files, num_readers)[run.rank - run.committer]
 
 
-def _result_or_error(
-    step: Callable[[CheckpointContext, CheckpointReader], bool],
-    run: CheckpointContext,
-    source: CheckpointReader,
-) -> tuple[bool, Exception | None]:
-    """Return what a step returns, and its error, which goes to all ranks."""
+def _replaced(folder: AnyPath) -> str:
+    return f"{str(folder)!r} was replaced by another process while it was loaded. Call load_state() again."
+
+
+@contextmanager
+def _of_one_state(source: CheckpointReader) -> Generator[None]:
+    """Raise an error if another process replaces the checkpoint within the block, instead of what follows."""
     try:
-        return step(run, source), None
-    except Exception as error:  # noqa: BLE001 - classes of users may be unpickled
-        return False, error
+        yield
+    except (OSError, CheckpointError):
+        if is_unchanged(source.folder, source.manifest):
+            raise
+    if not is_unchanged(source.folder, source.manifest):
+        raise CheckpointError(_replaced(source.folder))
 
 
 @frozen
@@ -244,11 +253,9 @@ class CheckpointReader:
     Args:
         manifest: `None` for a checkpoint that another library wrote.
         map_location: The device to which optimizer states are read first.
+        options: More arguments of `torch.load`.
         opened: The contents of files that were read before they are needed, by name.
-        records: Size and checksum of the files that were hashed while they were read.
-        mapped: The safetensors files that are mapped.
-        mappable: Whether other files are mapped, by name.
-        is_open: Whether `opened` has all files that are needed.
+        mapped: The tensors of mapped files.
     """
 
     folder: AnyPath
@@ -259,79 +266,34 @@ class CheckpointReader:
     map_location: torch.device = torch.device("cpu")
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     opened: dict[str, Any] = field(default_factory=dict[str, Any])
-    records: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
-    mapped: dict[str, SafetensorsFile] = field(default_factory=dict[str, SafetensorsFile])
-    mappable: dict[str, bool] = field(default_factory=dict[str, bool])
-    is_open: bool = False
+    mapped: list[Tensor] = field(default_factory=list[Tensor])
 
-    def hashes(self, name: str) -> bool:
-        """Return whether `open` hashes a file while it reads it; it reads no mapped file and no shard."""
-        listed = self.manifest is not None and name in self.manifest.files and "/" not in name
-        is_mapped = name.endswith(SAFETENSORS_SUFFIX) and isinstance(self.folder, Path)
-        return listed and not is_mapped and not self.options.get("mmap") and not self.maps(name)
-
-    def maps(self, name: str) -> bool:
-        """Return whether `open` maps a large file of `torch.save`, to copy its tensors one by one."""
-        if name not in self.mappable:
-            path = self.folder / name
-            self.mappable[name] = (
-                name.startswith((layout.OPTIMIZER_NAME, MODEL_NAME))
-                and not self.options
-                and self.map_location.type == "cpu"
-                and isinstance(path, Path)
-                and path.is_file()
-                and path.stat().st_size >= SMALL
-                and is_mappable(path)
-            )
-        return self.mappable[name]
-
-    def open(self, name: str, **options: Any) -> None:
-        """Read one file, for `read` to return it later."""
-        if self.maps(name):
-            self.opened[name] = read_object(self._path(name), mmap=True)
-            return
-        if self.manifest is None or not self.hashes(name):
-            self.opened[name] = self.read(name, **options)
-            return
-        path = self._path(name)
-        is_weights = name.endswith(SAFETENSORS_SUFFIX)
-        is_small = self.manifest.files[name].size < SMALL and not is_weights
-        with HashedBytes(path) if is_small else HashedReader(path) as file:
-            if is_weights:
-                self.opened[name] = _read_weights(path, file)
-            else:
-                self.opened[name] = read_object(path, file=file, **{**options, **self.options})
-            self.records[name] = file.finish()
-
-    def mapped_tensors(self) -> list[Tensor]:
-        """Return the tensors of all mapped files that are open."""
-        files = [state for name, state in self.opened.items() if name in self.mapped or self.maps(name)]
-        return [leaf for file in files for _, leaf in walk(file) if isinstance(leaf, Tensor)]
-
-    def record_of(self, name: str) -> FileRecord:
-        """Return the size and the checksum of a file: of its mapping if it is open, else of the file on disk.
-
-        Raises:
-            OSError: It cannot be read.
-        """
-        mapped = self.mapped.get(name)
-        return record_of(self.folder / name) if mapped is None else record_of_mapping(mapped)
-
-    def read(self, name: str, **options: Any) -> Any:
-        """Read one file. Safetensors are mapped: they stay what they are if the file is replaced.
+    def read(self, name: str) -> Any:
+        """Read one file. Safetensors, and other large files of tensors, are mapped.
 
         Raises:
             CheckpointError: The file is absent or damaged, or holds objects that are unsafe to load.
         """
         if name in self.opened:
             return self.opened.pop(name)
-        path = self._path(name)
-        if name.endswith(SAFETENSORS_SUFFIX):
-            file = SafetensorsFile(path)
-            if isinstance(path, Path):
-                self.mapped[name] = file
-            return {key: file.tensor(key) for key in file.entries}
-        return read_object(path, **{**options, **self.options})
+        is_optimizer = name.startswith(layout.OPTIMIZER_NAME)
+        location = self.map_location if is_optimizer else torch.device("cpu")
+        with on_disk(self._path(name)) as path:
+            if name.endswith(SAFETENSORS_SUFFIX):
+                file = SafetensorsFile(path)
+                state: Any = {key: file.tensor(key) for key in file.entries}
+            elif self._maps(name, path, location):
+                state = read_object(path, mmap=True)
+            else:
+                return read_object(path, **{"map_location": location, **self.options})
+        self.mapped.extend(leaf for _, leaf in walk(state) if isinstance(leaf, Tensor))
+        return state
+
+    def _maps(self, name: str, path: Path, location: torch.device) -> bool:
+        """Return whether a file of `torch.save` is mapped, so that its tensors are copied one by one."""
+        has_tensors = name.startswith((layout.OPTIMIZER_NAME, MODEL_NAME))
+        is_large = has_tensors and not self.options and path.stat().st_size >= _MAPPED_FROM
+        return is_large and location.type == "cpu" and is_mappable(path)
 
     def _path(self, name: str) -> AnyPath:
         path = self.folder / name
@@ -376,106 +338,26 @@ class CheckpointReader:
         return [rank for rank in range(count) if self.has(layout.rng_name(rank))]
 
 
-def _read_weights(path: AnyPath, file: HashedReader | HashedBytes) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file at once, since each request to a store takes its time."""
-    header = SafetensorsFile(path)
-    content = bytearray(header.size)
-    file.readinto(content)
-    return {
-        name: torch.frombuffer(
-            content, dtype=entry.dtype, count=math.prod(entry.shape), offset=entry.begin
-        ).view(entry.shape)
-        if entry.nbytes
-        else torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        for name, entry in header.entries.items()
-    }
-
-
-def _locate(
-    run: CheckpointContext, folder: AnyPath, options: Mapping[str, Any]
-) -> tuple[CheckpointReader, str]:
-    """Return a checkpoint, and the problem of its folder."""
-    manifest, problem = None, ""
-    try:
-        manifest = folders.read_manifest(folder)
-        folders.check(folder)
-    except (OSError, CheckpointError) as error:
-        problem = str(error)
-    source = CheckpointReader(
-        folder=folder,
-        manifest=manifest,
-        rank=run.rank,
-        world_size=run.runtime.topology.world_size,
-        device=run.runtime.device,
-        **options,
-    )
-    return source, problem
-
-
-def _open_models(run: CheckpointContext, source: CheckpointReader) -> bool:
-    """Map the weights; return whether no other files of models are needed. No collective."""
-    if run.load_hooks:  # hooks may load models themselves, and take them from the list
-        return False
-    count = len(run.prepared.models)
-    full = [index for index in range(count) if model_loader(run, source, index) is None]
-    for index in full:
-        source.open(source.weights_name(index))
-    return len(full) == count
-
-
-def _open_others(run: CheckpointContext, source: CheckpointReader) -> bool:
-    """Read all files but the models'; return whether no other files are needed. No collective."""
+def _read(run: CheckpointContext, source: CheckpointReader) -> None:
+    """Read or map all files but shards, and models that hooks may load themselves. No collective."""
     prepared = run.prepared
-    shards = [optimizer_loader(run, source, index) for index in range(len(prepared.optimizers))]
-    names = [layout.optimizer_name(index) for index, load in enumerate(shards) if load is None]
+    models = [] if run.load_hooks else range(len(prepared.models))
+    names = [source.weights_name(index) for index in models if model_loader(run, source, index) is None]
+    names += [
+        layout.optimizer_name(index)
+        for index in range(len(prepared.optimizers))
+        if optimizer_loader(run, source, index) is None
+    ]
     names += map(layout.scheduler_name, range(len(prepared.schedulers)))
     names += map(layout.custom_name, range(len(run.custom)))
-    for name in names:
-        source.open(name, map_location=source.map_location)
     optional = [source.rng_name()]
     if run.precision.state_dict():
         optional.append(layout.SCALER_NAME)
     if prepared.dataloaders:
         optional.append(source.position_name())
-    for name in optional:
-        if name is not None and source.has(name):
-            source.open(name)
-    return not any(shards)
-
-
-def _to_verify(run: CheckpointContext, source: CheckpointReader) -> tuple[list[str], list[str]]:
-    """Return this rank's share of the files: those to verify while other files are read, and after that."""
-    if source.manifest is None:
-        return [], []
-    topology = run.runtime.topology
-    num_readers = topology.local_world_size if run.project.save_on_each_node else topology.world_size
-    files = source.manifest.files
-    names = shares(files, num_readers)[run.rank - run.committer]
-    concurrent = [name for name in names if files[name].size > folders.SMALL and not source.hashes(name)]
-    return concurrent, [name for name in names if name not in concurrent]
-
-
-def _verify(source: CheckpointReader, names: Sequence[str]) -> str:
-    """Verify some files, and those that were hashed while they were read; return the problem."""
-    if source.manifest is None:
-        return ""
-    try:
-        folders.verify(source.folder, source.manifest, names, source.records, source.record_of)
-    except (OSError, CheckpointError) as error:
-        return str(error)
-    return ""
-
-
-def _exchange(run: CheckpointContext, source: CheckpointReader, problem: str) -> str:
-    """Return the first problem of all ranks, or that the checkpoint was replaced while they opened it."""
-    text = "" if source.manifest is None else source.manifest.to_text()
-    digest = xxhash.xxh3_64(text.encode()).hexdigest() if text else ""
-    view = digest, is_unchanged(source.folder, source.manifest), problem
-    digests, unchanged, problems = zip(*run.main.exchange(WHAT, view), strict=True)
-    is_shared = not run.project.save_on_each_node
-    if all(unchanged) and not (is_shared and len({*digests} - {""}) > 1):
-        return first_problem(problems)
-    return f"{str(source.folder)!r} is being replaced by another process. Call load_state() again."
+    names += [name for name in optional if name is not None and source.has(name)]
+    for name in names:
+        source.opened[name] = source.read(name)
 
 
 def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping[str, Any]) -> None:
@@ -500,8 +382,7 @@ def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping
         restore_model(source, index, core, load=load, **to_model)
     if not run.load_hooks:
         count = len(models)
-        more = layout.weights_name(count, safe=True), layout.weights_name(count, safe=False)
-        _warn_about_more(source, *more, layout.sharded_model_name(count))
+        _warn_about_more(source, *layout.full_weights_names(count), layout.sharded_model_name(count))
     # 2. Restore what trains them.
     _restore_optimizers(run, source)
     restore_states(
@@ -613,7 +494,7 @@ def _restore_optimizers(run: CheckpointContext, source: CheckpointReader) -> Non
         if load_shards is not None:
             load_shards(prepared.optimizer)
         else:
-            state = source.read(layout.optimizer_name(index), map_location=source.map_location)
+            state = source.read(layout.optimizer_name(index))
             load(prepared.optimizer, models, state)
     count = len(optimizers)
     _warn_about_more(source, layout.optimizer_name(count), layout.sharded_optimizer_name(count))
@@ -624,7 +505,7 @@ def restore_states(
 ) -> None:
     """Load the state of optimizers, schedulers or registered objects."""
     for index, load in enumerate(loads):
-        load(source.read(name_of(index), map_location=source.map_location))
+        load(source.read(name_of(index)))
     _warn_about_more(source, name_of(len(loads)))
 
 

@@ -48,7 +48,6 @@ from accel_train.checkpoint.files import make_folder, record_of, remove, sizes_i
 from accel_train.checkpoint.folder import commit, delete, list_complete, to_prune
 from accel_train.checkpoint.layout import FileRecord, Manifest
 from accel_train.checkpoint.staging import HostStaging
-from accel_train.checkpoint.stores import UploadJournal
 
 logger = logging.getLogger(__name__)
 WHAT = "save_state()"
@@ -103,7 +102,7 @@ def save(
 
 
 def discard(staging: AnyPath | None) -> None:
-    """Remove a staging folder; what was uploaded to a store stays for the next attempt."""
+    """Remove a staging folder; the next save replaces what was uploaded to a store."""
     if isinstance(staging, Path):
         remove(staging)
 
@@ -400,15 +399,17 @@ def write_parts(job: WriteTask, parts: Sequence[CheckpointFile]) -> WriteResult:
     report = WriteResult(job.committer)
     name = str(job.staging)
     try:
-        staging = job.staging
-        journal = UploadJournal(staging, job.rank) if isinstance(staging, RemotePath) else None
         for part in parts:
             name = part.name
-            if isinstance(staging, Path):
-                make_folder((staging / name).parent)
-                report.files[name] = write_file(staging / name, part.write_to, to_disk=job.to_disk)
-            elif journal is not None:
-                report.files[name] = journal.write(name, part.write_to)
+            path = job.staging / name
+            if isinstance(path, Path):
+                make_folder(path.parent)
+                report.files[name] = write_file(path, part.write_to, to_disk=job.to_disk)
+            else:
+                with tempfile.TemporaryDirectory(prefix="accel-upload-") as folder:
+                    local = Path(folder) / path.name
+                    report.files[name] = write_file(local, part.write_to, to_disk=False)
+                    path.upload(local)
     except Exception as error:
         report.error = _describe_error(job.rank, name, error)
         logger.debug("%s", report.error, exc_info=error)

@@ -14,11 +14,12 @@ from torch import Tensor, UntypedStorage
 
 from accel_ops.weights.safetensors_io import ByteSink, clean_state_dict_for_safetensors, write_safetensors
 from accel_state.device_kinds import WITHOUT_STORAGE
-from accel_state.errors import CheckpointError, SettingsError
+from accel_state.errors import CheckpointError
 from accel_state.libraries import is_torch_version
-from accel_state.remote import AnyPath, RemotePath
+from accel_state.remote import AnyPath
 from accel_state.streams import DeviceStreams, device_streams, pinned_if_possible
 from accel_state.unpickling import load_safely
+from accel_train.checkpoint.stores import on_disk
 
 _BLOCK = 64 << 20  # bytes of host memory that are allocated at once, unless a storage is larger
 _ALIGNMENT = 64
@@ -225,25 +226,20 @@ def location_of(value: Any, device: torch.device) -> torch.device:
         ) from error
 
 
-def read_object(path: AnyPath, *, file: Any = None, **kwargs: Any) -> Any:
+def read_object(path: AnyPath, **kwargs: Any) -> Any:
     """Read a file of `torch.save`: tensors, arrays of numbers and plain containers.
 
     Args:
         path: The file.
-        file: The same file, if it is open.
         **kwargs: As for `torch.load`. `weights_only=False` reads any object, and runs whatever its author put
             into the file.
 
     Raises:
         CheckpointError: The file holds other objects, or is damaged.
     """
-    if file is None and isinstance(path, RemotePath):
-        if kwargs.get("mmap"):
-            raise SettingsError(f"mmap=True needs a local file, and {str(path)!r} is on a store.")
-        with path.open("rb") as remote:
-            return read_object(path, file=remote, **kwargs)
     try:
-        return load_safely(str(path) if file is None else file, **kwargs)
+        with on_disk(path) as local:
+            return load_safely(str(local), **kwargs)
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()
         raise CheckpointError(
