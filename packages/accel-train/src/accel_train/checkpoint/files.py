@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from accel_state.files import libc
-from accel_state.remote import BLOCK_BYTES, READS, AnyPath, RemoteFile, RemotePath
+from accel_state.remote import BLOCK_BYTES, READS, AnyPath, RemotePath
 from accel_train.checkpoint.layout import FileRecord
 
 
@@ -118,19 +118,12 @@ _REMOTE_CHUNK = READS * BLOCK_BYTES
 def record_of(path: AnyPath, *, to_disk: bool = False) -> FileRecord:
     """Read a file and hash it."""
     digest, size = xxhash.xxh3_64(), 0
-    if isinstance(path, RemotePath):
-        with RemoteFile(path) as remote:
-            buffer = memoryview(bytearray(min(_REMOTE_CHUNK, remote.size)))
-            while count := remote.readinto(buffer):
-                digest.update(buffer[:count])
-                size += count
-        return FileRecord(size=size, checksum=digest.hexdigest())
-    buffer = memoryview(bytearray(_CHUNK))
-    with path.open("rb", buffering=0) as file:
+    buffer = memoryview(bytearray(_REMOTE_CHUNK if isinstance(path, RemotePath) else _CHUNK))
+    with path.open("rb") as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count
-    if to_disk:
+    if to_disk and isinstance(path, Path):
         _flush_file(path)
     return FileRecord(size=size, checksum=digest.hexdigest())
 
