@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 ORDERING = {"wait_event", "wait_stream", "synchronize", "record", "record_stream", "arrived", "wait"}
 TESTS: dict[str, tuple[str, ...]] = {
-    "packages/accel-train/src/accel_train/data/loader.py": ("accel-train/tests/test_side_stream.py",),
+    "packages/accel-train/src/accel_train/data/transfer.py": ("accel-train/tests/test_side_stream.py",),
     "packages/accel-train/src/accel_train/checkpoint/staging.py": (
         "accel-train/tests/test_checkpoint_staging.py",
     ),

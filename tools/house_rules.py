@@ -39,7 +39,7 @@ OPTIONAL = (
 )
 """Libraries that are slow to import, and modules of torch: a function that needs them imports them."""
 HOST_COPIES = {
-    "packages/accel-train/src/accel_train/data/loader.py",  # batches: events, or the queue, order them
+    "packages/accel-train/src/accel_train/data/transfer.py",  # batches: events, or the queue, order them
     "packages/accel-trackers/src/accel_trackers/values.py",  # logged values: an event orders them
 }
 """Files whose copies nobody waits for at once; each says what orders them."""

@@ -14,9 +14,8 @@ from accel_state.labels import LoggerType
 from accel_trackers.general import GeneralTracker
 from accel_trackers.registry import filter_trackers, get_available_trackers
 from accel_trackers.tensorboard import TensorBoardTracker
-from accel_train.data.adapter import PreparedLoader
+from accel_train.data.adapter import DataLoaderShard, PreparedLoader
 from accel_train.data.dispatcher import DataLoaderDispatcher
-from accel_train.data.loader import DataLoaderShard
 from accel_train.data.prepare import prepare_data_loader, skip_first_batches
 
 Batch = dict[str, Tensor]

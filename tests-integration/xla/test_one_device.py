@@ -40,7 +40,7 @@ from accel_plugins.xla import XlaStrategy
 from accel_state import runtime, xla_devices
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.topology import Topology
-from accel_train.data.loader import warn_of_padding, warn_of_shapes
+from accel_train.data.transfer import warn_of_padding, warn_of_shapes
 from xla.problems import (
     CHECKS,
     Problem,

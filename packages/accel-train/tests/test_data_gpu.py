@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accel_train.data import loader as device_transfer
+from accel_train.data import transfer as device_transfer
 from accel_train.data.prepare import prepare_data_loader
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 
 from accel_plugins.parallelism.sequence import SequenceShard
 from accel_state.accelerator_state import GradientState
+from accel_train.data.adapter import DataLoaderShard
 from accel_train.data.dispatcher import shard_of_ranks
-from accel_train.data.loader import DataLoaderShard
 from accel_train.data.prepare import prepare_data_loader, skip_first_batches
 from accel_train.data.shards import BatchSamplerShard, IterableDatasetShard
 

@@ -22,10 +22,9 @@ from torch.utils.data import (
 
 from accel_state.errors import MissingDependencyError
 from accel_state.labels import RNGType
+from accel_train.data.adapter import DataLoaderShard
 from accel_train.data.dispatcher import DataLoaderDispatcher
-from accel_train.data.loader import DataLoaderShard
 from accel_train.data.prepare import get_sampler, prepare_data_loader, skip_first_batches
-from accel_train.data.reading import stateful_class
 from accel_train.data.samplers import SeedableRandomSampler
 from accel_train.data.shards import IterableDatasetShard
 
@@ -468,7 +467,6 @@ def test_a_slice_function_without_dispatching_is_reported(caplog: pytest.LogCapt
 
 
 def test_a_stateful_loader_needs_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:
-    stateful_class.cache_clear()  # an earlier test may have had one
     monkeypatch.setitem(sys.modules, "torchdata", ModuleType("torchdata"))
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
     with pytest.raises(MissingDependencyError, match="accel-train\\[stateful\\]"):

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_ops.tree import walk
 from accel_state.streams import device_streams
-from accel_train.data.loader import CopyStream, _pinned
 from accel_train.data.prepare import prepare_data_loader
+from accel_train.data.transfer import CopyStream, _pinned
 
 pytestmark = pytest.mark.gpu
 ACCELERATOR = torch.accelerator.current_accelerator()

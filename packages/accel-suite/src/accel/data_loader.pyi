@@ -1,9 +1,9 @@
 # fmt: off
 from accel_train.data.adapter import (
-    DataLoaderAdapter as DataLoaderAdapter, DataLoaderStateMixin as DataLoaderStateMixin,
+    DataLoaderAdapter as DataLoaderAdapter, DataLoaderShard as DataLoaderShard,
+    DataLoaderStateMixin as DataLoaderStateMixin,
 )
 from accel_train.data.dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
-from accel_train.data.loader import DataLoaderShard as DataLoaderShard
 from accel_train.data.prepare import (
     SkipBatchSampler as SkipBatchSampler, SkipDataLoader as SkipDataLoader, get_sampler as get_sampler,
     prepare_data_loader as prepare_data_loader, skip_first_batches as skip_first_batches,

@@ -16,9 +16,9 @@ from accel_train.checkpoint.single_files import load_custom_state as load_custom
 from accel_train.checkpoint.single_files import save_accelerator_state as save_accelerator_state
 from accel_train.checkpoint.single_files import save_custom_state as save_custom_state
 from accel_train.data.adapter import DataLoaderAdapter as DataLoaderAdapter
+from accel_train.data.adapter import DataLoaderShard as DataLoaderShard
 from accel_train.data.adapter import DataLoaderStateMixin as DataLoaderStateMixin
 from accel_train.data.dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
-from accel_train.data.loader import DataLoaderShard as DataLoaderShard
 from accel_train.data.prepare import SkipBatchSampler as SkipBatchSampler
 from accel_train.data.prepare import SkipDataLoader as SkipDataLoader
 from accel_train.data.prepare import get_sampler as get_sampler

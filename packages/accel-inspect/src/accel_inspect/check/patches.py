@@ -33,6 +33,7 @@ from accel_state.collectives import ReduceOp
 from accel_state.libraries import BY_NAME, Fp8Device
 from accel_state.torch_private import FakeTensor, ShardingPropagator, compute_local_shape_and_global_offset
 from accel_train.checkpoint.contents import form_of_run
+from accel_train.data.transfer import BatchTransfer
 
 
 def install(recorder: CollectiveRecorder, task: RankTask) -> None:
@@ -419,9 +420,8 @@ def _patch_loaders(recorder: CollectiveRecorder, batches: int) -> None:
         with recorder.on_real_tensors():
             del real_batches
 
-    def pass_once(self: Any, batch_transfer: Any = None, *, before: Any = None) -> Iterator[Any]:
-        del batch_transfer
-        return iter_first(lambda: real_pass(self, None, before=before), self)
+    def pass_once(self: Any, _: Any) -> Iterator[Any]:
+        return iter_first(lambda: real_pass(self, BatchTransfer()), self)
 
     def iterate(self: Any) -> Iterator[Any]:
         return real_iter(self) if recorder.is_on_real_tensors else iter_first(lambda: real_iter(self), self)

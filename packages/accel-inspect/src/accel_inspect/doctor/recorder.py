@@ -524,7 +524,7 @@ def _digest_of_generators() -> str:
 
 def _shard_of(loader: Any) -> Any:
     """Return the batches of indices that a prepared loader reads; None if it reads a stream."""
-    return getattr(getattr(loader, "_indices", None), "shard", None)
+    return getattr(loader, "index_shard", None)
 
 
 def _parameters(optimizer: Any) -> Iterator[Tensor]:

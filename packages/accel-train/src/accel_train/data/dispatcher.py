@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,7 @@ from accel_state.frozen import frozen
 from accel_state.partial_state import PartialState
 from accel_state.runtime import current_or_single
 from accel_train.data.adapter import PreparedLoader
-from accel_train.data.loader import batch_transfer
-from accel_train.data.reading import (
-    EpochPass,
-    Position,
-    StartCopy,
-    T_co,
-    prefetch_batches,
-    with_copies_started,
-)
+from accel_train.data.reading import END, Pass, Position, StartCopy, T_co, on_batch, prefetch_batches
 from accel_train.data.scatter import receive, send
 from accel_train.data.shards import BatchWithMeta
 
@@ -84,20 +76,19 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
     ) -> None:
         super().__init__(
             dataset,
+            use_stateful_dataloader,
+            device=current_or_single().device if device is None else device,
             skip_batches=skip_batches,
-            use_stateful_dataloader=use_stateful_dataloader,
             torch_device_mesh=torch_device_mesh,
             iteration=iteration,
             _drop_last=_drop_last,
+            _non_blocking=_non_blocking,
             **kwargs,
         )
-        runtime = current_or_single()
         self.split_batches = split_batches
         self.even_batches = even_batches
         self.micro_batches = micro_batches
         self.slice_fn = slice_fn
-        self.device = runtime.device if device is None else torch.device(device)
-        self._non_blocking = _non_blocking
         self._reads = self._collectives.rank == 0
         all_ranks = [*range(self._collectives.world_size)]
         self._shard_of = all_ranks if torch_device_mesh is None else shard_of_ranks(torch_device_mesh)
@@ -112,13 +103,18 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
         """This loader, whose main process splits the batches."""
         return self
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank gets only a part of the data."""
+        return self._collectives.world_size > 1
+
     def __len__(self) -> int:
         """Number of batches of this rank, without those that the next iteration skips."""
         length = super().__len__()
         is_even = self.even_batches or self._drop_last or not self.counts_samples
         if is_even or self.base_dataloader is not self:
             return length
-        samples: Any = self.dataset if self._indices is None else self._indices.shard.batch_sampler.sampler
+        samples: Any = self.dataset if self.index_shard is None else self.index_shard.batch_sampler.sampler
         in_last_step = len(samples) % self.stride
         return max(0, length - (0 < in_last_step <= self._shard_of[self._collectives.rank]))
 
@@ -131,7 +127,7 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
             drop_last=self._drop_last,
             slice_fn=self.slice_fn,
             multiple=self.micro_batches,
-            batch_size=self.batch_size if self._indices is None else self._indices.shard.batch_size,
+            batch_size=self.batch_size if self.index_shard is None else self.index_shard.batch_size,
         )
 
     @property
@@ -158,87 +154,48 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
         """The state of this process."""
         return PartialState()
 
-    def __iter__(self) -> Generator[T_co]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
-        """Yield the batches of this rank."""
-        return self._pass(batch_transfer(self.device, prefetching=self._non_blocking))
-
-    def _open(self) -> EpochPass:
+    def _open(self) -> Pass:
         if self._reads:
-            return MainReading(self._begin_reading, self._row_split, self._collectives, self._shard_of)
+            try:
+                return super()._open()
+            except Exception as error:  # noqa: BLE001 - it must reach the other ranks
+                return Pass(_raise(error), Position(unit="remote"))
         if self._resume is None:
             # The torch loader of the main process draws a seed; afterwards generators are equal again.
             torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.generator)
         self._resume, self.skip_batches = None, 0
-        return RemoteReading(self._collectives)
+        return Pass(iter(()), Position(unit="remote"))
 
-    def _set_remainder(self, loaded: BatchWithMeta | None) -> None:
-        # This rank's rows do not tell how many the others have.
-        if self._collectives.world_size == 1 or (loaded is not None and loaded.real_in_step is not None):
-            super()._set_remainder(loaded)
+    def _pairs(self, reading: Pass, start_copy: StartCopy | None) -> Iterator[tuple[Any, Any]]:
+        collectives = self._collectives
+        if collectives.world_size == 1:
+            return prefetch_batches((part for (part,) in self._rounds(reading)), start_copy)
+        sent = send(self._rounds(reading), collectives) if self._reads else receive(collectives)
+        pairs = ((item, END if is_last else None) for item, is_last in sent)
+        if start_copy is None:
+            return pairs
+        started = ((on_batch(start_copy, item), following) for item, following in pairs)
+        return (pair for pair, _ in prefetch_batches(started, None))
 
-
-class MainReading(EpochPass):
-    """An iteration of the main process, which reads for all ranks."""
-
-    def __init__(
-        self,
-        open_inner: Callable[[], EpochPass],
-        row_split: RowSplit,
-        collectives: Collectives,
-        shard_of: Sequence[int],
-    ) -> None:
-        self._open_inner = open_inner
-        self._inner: EpochPass | None = None
-        self._row_split = row_split
-        self._collectives = collectives
-        self._shard_of = shard_of
-        self._read: deque[list[Any]] = deque()
-
-    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
-        if self._collectives.world_size == 1:
-            return prefetch_batches((part for (part,) in self._parts()), start_copy)
-        return with_copies_started(send(self._parts(), self._collectives), start_copy)
-
-    def _parts(self) -> Iterator[list[BatchWithMeta | None]]:
-        inner = self._inner = self._open_inner()  # an error in here reaches the other ranks
+    def _rounds(self, reading: Pass) -> Iterator[list[BatchWithMeta | None]]:
+        """Split the batches that the main process reads; yield the batches of all ranks in each round."""
         layout: RowLayout | None = None
-        for step_batches in self._row_split.rounds(inner.batches):
-            if not self._read and not self.taken:
-                inner.opened()
-            self._read.append(step_batches)
-            batches = [item.batch if type(item) is BatchWithMeta else item for item in step_batches]
+        for items in self._row_split.rounds(reading.batches):
+            read = [item if type(item) is BatchWithMeta else BatchWithMeta(item) for item in items]
+            batches = [loaded.batch for loaded in read]
             layout = self._row_split.layout(batches) if layout is None else layout
             parts = self._row_split.parts(batches, layout)
-            yield [parts[shard] for shard in self._shard_of]
-
-    def advance(self, loaded: BatchWithMeta | None) -> None:
-        """Count the batches of the round about to be yielded."""
-        del loaded
-        inner = self._inner
-        for item in self._read.popleft():
-            if inner is not None:
-                inner.taken += 1
-                if inner.advance is not None:
-                    inner.advance(item if type(item) is BatchWithMeta else None)
-
-    def position(self) -> Position:
-        return Position(unit="remote") if self._inner is None else self._inner.position()
+            parts = [parts[shard] for shard in self._shard_of]
+            if parts[0] is not None:
+                workers = tuple(worker for loaded in read for worker in loaded.workers)
+                parts[0] = replace(parts[0], workers=workers, read=len(read), torchdata=read[-1].torchdata)
+            yield parts
 
 
-class RemoteReading(EpochPass):
-    """An iteration of a rank that receives its batches."""
-
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-
-    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
-        return with_copies_started(receive(self._collectives), start_copy)
-
-    def advance(self, loaded: BatchWithMeta | None) -> None:
-        """Do nothing: the main process counts."""
-
-    def position(self) -> Position:
-        return Position(unit="remote")
+def _raise(error: Exception) -> Iterator[Any]:
+    """Raise an error where the first batch would be read."""
+    raise error
+    yield
 
 
 SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accel_state.device_kinds import runtime_module
 from accel_state.labels import RNGType
 from accel_state.runtime import current_or_single
-from accel_train.data.adapter import PreparedLoader
+from accel_train.data.adapter import DataLoaderShard, PreparedLoader
 from accel_train.data.dispatcher import DataLoaderDispatcher, SliceFn, shard_of_ranks
-from accel_train.data.loader import DataLoaderShard, warn_of_padding
-from accel_train.data.reading import INDEXING, T_co, index_source, is_stateful, loader_options
+from accel_train.data.reading import INDEXING, T_co, is_stateful, loader_options, shard_indices
 from accel_train.data.samplers import SharedOrder, innermost_sampler, replace_sampler, sync_shuffle
 from accel_train.data.shards import BatchSamplerShard, IterableDatasetShard, is_sharded_already
+from accel_train.data.transfer import warn_of_padding
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +258,7 @@ def _shard_data(
     if not isinstance(dataset, IterableDataset):
         indexing = {name: value for name, value in options.items() if name in INDEXING}
         plain = {name: value for name, value in options.items() if name not in INDEXING}
-        return dataset, plain | index_source(dataset, indexing, **shards).options()
+        return dataset, plain | shard_indices(dataset, indexing, **shards)
     if isinstance(dataset, IterableDatasetShard) and dataset.num_processes > 1:
         return dataset, options
     size = dataloader.batch_size
@@ -375,10 +375,6 @@ class SkipDataLoader(PreparedLoader[T_co]):
             use_stateful_dataloader=use_stateful_dataloader,
             **kwargs,
         )
-
-    def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
-        """Yield the batches."""
-        return self._pass()
 
 
 class SkipBatchSampler(BatchSampler):

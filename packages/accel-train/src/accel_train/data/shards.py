@@ -201,6 +201,7 @@ class BatchSamplerShard(BatchSampler):
         even_batches: Complete the last round with the first samples, so that all ranks get the same number of
             batches of the same size. For batch samplers without a `batch_size`, full batches are repeated.
         static_shapes: As for `BatchPlan`.
+        single: Yield the only index of every batch instead of the batch.
 
     Raises:
         ValueError: The arguments contradict each other.
@@ -220,6 +221,7 @@ class BatchSamplerShard(BatchSampler):
         even_batches: bool = True,
         *,
         static_shapes: bool = False,
+        single: bool = False,
     ) -> None:
         self.batch_sampler: Any = batch_sampler
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
@@ -229,7 +231,10 @@ class BatchSamplerShard(BatchSampler):
         self.split_batches = split_batches
         self.even_batches = even_batches
         self.static_shapes = static_shapes
+        self.single = single
         _ = self.plan  # refuses arguments that do not fit together
+        self.start = 0
+        """The position at which iterations begin."""
         self.padded: dict[int, int] = {}
         """In the latest iteration: index of a padded batch -> number of its real samples."""
         self.padded_rows: int | None = None
@@ -237,7 +242,7 @@ class BatchSamplerShard(BatchSampler):
         self.order: OrderState | None = None
         """The state that replays the order of the latest iteration."""
         self.replays: OrderState | None = None
-        """The order of the next iteration, unless an argument sets it."""
+        """The order of iterations; a new one if `None`."""
         self.seeds: tuple[int, ...] = ()
         """The seeds of `random`, numpy and torch in epoch 0, if the samplers may draw from them."""
         self.epoch = 0
@@ -280,9 +285,10 @@ class BatchSamplerShard(BatchSampler):
         """Number of batches of this rank."""
         return self.length_from(0)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches of indices."""
-        return self.iterate_from(0)
+        batches = self.iterate_from(self.start, self.replays)
+        return (batch[0] for batch in batches) if self.single else batches
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
@@ -315,15 +321,13 @@ class BatchSamplerShard(BatchSampler):
 
         Args:
             position: As for `length_from`.
-            order: The state that replays the order of the epoch; if `None`, `replays`, or a new order.
+            order: The state that replays the order of the epoch; if `None`, a new order.
         """
         # Unsharded batches come directly from torch's iterator, without a call per batch.
         return chain.from_iterable(self._epoch_from(position, order))
 
     def _epoch_from(self, position: int, order: OrderState | None) -> Iterator[Iterator[list[int]]]:
         """Draw the epoch; yield one iterator of its batches after a position, then end the epoch."""
-        if order is None:
-            order, self.replays = self.replays, None
         self.padded, self.padded_rows = {}, None
         sampler, plan = self.sampler, self.plan
         with replay_order(sampler, order):  # all random numbers are drawn in here
@@ -390,40 +394,6 @@ def _cut(order: Sequence[int], spans: Iterable[tuple[int, int]]) -> Iterator[tup
     for first, last in spans:
         batch = list(order[first:last])
         yield batch + [order[i % total] for i in range(max(first, total), last)], len(batch)
-
-
-class RemainingBatches(BatchSampler):
-    """The batches of a shard after a position.
-
-    Args:
-        position: Samples (or full batches) that all ranks together have consumed.
-        order: The state that replays the order of the epoch; a new order if `None`.
-        single: Yield the only index of every batch instead of the batch.
-    """
-
-    def __init__(
-        self,
-        shard: BatchSamplerShard,
-        position: int = 0,
-        order: OrderState | None = None,
-        *,
-        single: bool = False,
-    ) -> None:
-        self.batch_sampler = shard
-        self.batch_size: Any = shard.batch_size
-        self.drop_last = shard.drop_last
-        self.position = position
-        self.order = order
-        self.single = single
-
-    def __len__(self) -> int:
-        """Number of remaining batches."""
-        return self.batch_sampler.length_from(self.position)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches."""
-        batches = self.batch_sampler.iterate_from(self.position, self.order)
-        return (batch[0] for batch in batches) if self.single else batches
 
 
 Collate = Callable[[Any], Any]
@@ -606,13 +576,17 @@ class BatchWithMeta:
     Args:
         real: The number of its samples that are not padding; `None` for all.
         real_in_step: The number of samples of the round, over all ranks, that are not padding.
-        worker: The worker process that built it; `None` for the loader's own process.
+        workers: The worker processes that built the batches that it was made of, if not the loader's own.
+        read: The number of these batches.
+        torchdata: The state of torchdata's loader after it.
     """
 
     batch: Any
     real: int | None = None
     real_in_step: int | None = None
-    worker: int | None = None
+    workers: tuple[int, ...] = ()
+    read: int = 1
+    torchdata: dict[str, Any] | None = None
 
     def pin_memory(self) -> BatchWithMeta:
         """Copy the batch into pinned memory; called by torch's loader."""
@@ -632,18 +606,18 @@ class MetaCollate:
     def __call__(self, samples: Any) -> Any:
         """Collate the samples of one batch."""
         info = get_worker_info()
-        worker = None if info is None else info.id
+        workers = () if info is None else (info.id,)
         last = samples[-1] if self.batched else samples  # a round ends with a batch
         if type(last) is not PaddedSample:
             batch = self.collate(samples)
-            return batch if worker is None else BatchWithMeta(batch, worker=worker)
+            return BatchWithMeta(batch, workers=workers) if workers else batch
         if not self.batched:
             # The dataset's items are batches: their number of samples is not known.
             real = 0 if last.is_padding else None
-            return BatchWithMeta(self.collate(last.sample), real, worker=worker)
+            return BatchWithMeta(self.collate(last.sample), real, workers=workers)
         real = sum(not (type(sample) is PaddedSample and sample.is_padding) for sample in samples)
         plain = [sample.sample if type(sample) is PaddedSample else sample for sample in samples]
-        return BatchWithMeta(self.collate(plain), real if real < len(plain) else None, last.real, worker)
+        return BatchWithMeta(self.collate(plain), real if real < len(plain) else None, last.real, workers)
 
 
 _SHARD_OF = (

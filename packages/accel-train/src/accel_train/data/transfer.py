@@ -1,91 +1,21 @@
-"""Loader of batches that this rank reads itself; transfer of batches to its device."""
+"""Transfer of batches to the device of a loader."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from accel_ops.tree import recursively_apply, send_to_device, walk
 from accel_state.device_kinds import runtime_module
-from accel_state.labels import RNGType
-from accel_state.rng import synchronize_rng_states
 from accel_state.streams import DeviceStreams, device_streams
 from accel_state.torch_private import pin_memory
-from accel_train.data.adapter import PreparedLoader
-from accel_train.data.reading import T_co
-from accel_train.data.shards import BatchWithMeta
 
 logger = logging.getLogger(__name__)
-
-
-class DataLoaderShard(PreparedLoader[T_co]):
-    """A torch loader that yields this rank's batches on its device, and marks the last one.
-
-    `prepare_data_loader` creates it from a torch loader and shards the data; this class only reads.
-
-    Args:
-        dataset: The dataset to load.
-        device: The device of batches; not moved if `None`.
-        rng_types: The generators that are synchronised across ranks at the beginning of each epoch.
-        synchronized_generator: The generator that `"generator"` in `rng_types` means.
-        skip_batches: Number of batches that the first iteration skips; later ones are complete.
-        use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
-        _drop_last: Whether an incomplete last batch is dropped.
-        _non_blocking: Whether a batch is copied to the device while the loop computes on the previous one.
-        torch_device_mesh: The device mesh; ranks that differ along some of its axes only have the
-            same batches.
-        iteration: The first epoch.
-        **kwargs: As for `torch.utils.data.DataLoader`.
-
-    Example:
-        >>> loader = DataLoaderShard(list(range(5)), batch_size=2)
-        >>> [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
-        [([0, 1], False), ([2, 3], False), ([4], True)]
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        device: torch.device | str | int | None = None,
-        rng_types: Sequence[str | RNGType] | None = None,
-        synchronized_generator: torch.Generator | None = None,
-        skip_batches: int = 0,
-        use_stateful_dataloader: bool = False,
-        _drop_last: bool = False,
-        _non_blocking: bool = False,
-        torch_device_mesh: Any = None,
-        iteration: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            dataset,
-            skip_batches=skip_batches,
-            use_stateful_dataloader=use_stateful_dataloader,
-            torch_device_mesh=torch_device_mesh,
-            iteration=iteration,
-            _drop_last=_drop_last,
-            **kwargs,
-        )
-        self.device = None if device is None else torch.device(device)
-        self.rng_types = rng_types
-        self.synchronized_generator = synchronized_generator
-        self._non_blocking = _non_blocking
-
-    def __iter__(self) -> Generator[T_co]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
-        """Yield this rank's batches."""
-        return self._pass(
-            batch_transfer(self.device, prefetching=self._non_blocking or self.pin_memory),
-            before=self._synchronize,
-        )
-
-    def _synchronize(self) -> None:
-        if self.rng_types:
-            synchronize_rng_states(self.rng_types, self.synchronized_generator)
 
 
 def batch_transfer(device: torch.device | None, *, prefetching: bool) -> BatchTransfer:
@@ -98,8 +28,10 @@ def batch_transfer(device: torch.device | None, *, prefetching: bool) -> BatchTr
     if device.type == "cpu":
         return BatchTransfer(to_cpu)
     if (runtime := runtime_module(device)) is not None:
-        recorded = Recorded(device, runtime.flush)
-        return BatchTransfer(recorded.finish_copy, recorded.start_copy)
+        recorded = Recorded(runtime.flush)
+        return BatchTransfer(
+            recorded.finish_copy, lambda batch: send_to_device(batch, device, non_blocking=True)
+        )
     return BatchTransfer(lambda batch: send_to_device(batch, device, non_blocking=prefetching))
 
 
@@ -109,7 +41,7 @@ class BatchTransfer:
 
     Args:
         finish_copy: Called with a batch right before it is yielded.
-        start_copy: Called with a batch (or `BatchWithMeta`) once it is read, one batch ahead.
+        start_copy: Called with a batch once it is read, one batch ahead.
     """
 
     finish_copy: Callable[[Any], Any] | None = None
@@ -126,11 +58,16 @@ class CopyStream:
         self._streams = streams
         self._stream = streams.new_stream()
 
-    def start_copy(self, item: Any) -> Any:
+    def start_copy(self, batch: Any) -> PendingCopy:
         """Start the copy of a batch."""
-        if type(item) is BatchWithMeta:
-            return replace(item, batch=self._start(item.batch))
-        return self._start(item)
+        pinned = _pinned(batch)
+        hidden = any(_hides_tensors(leaf) for _, leaf in walk(batch))
+        stream = self._streams.current_stream() if hidden else self._stream
+        arrived = self._streams.new_event()
+        with self._streams.on(stream):
+            moved = send_to_device(pinned, self._streams.device, non_blocking=True)
+            arrived.record(stream)
+        return PendingCopy(moved, arrived)
 
     def finish_copy(self, pending: PendingCopy) -> Any:
         """Make the current stream wait for the batch; return the batch."""
@@ -143,16 +80,6 @@ class CopyStream:
             elif callable(record := getattr(leaf, "record_stream", None)):
                 record(current)
         return pending.batch
-
-    def _start(self, batch: Any) -> PendingCopy:
-        pinned = _pinned(batch)
-        hidden = any(_hides_tensors(leaf) for _, leaf in walk(batch))
-        stream = self._streams.current_stream() if hidden else self._stream
-        arrived = self._streams.new_event()
-        with self._streams.on(stream):
-            moved = send_to_device(pinned, self._streams.device, non_blocking=True)
-            arrived.record(stream)
-        return PendingCopy(moved, arrived)
 
 
 @dataclass(slots=True)
@@ -188,18 +115,11 @@ def _hides_tensors(leaf: Any) -> bool:
 
 
 class Recorded:
-    """Copy batches to a lazy device, and execute the recorded operations before each batch."""
+    """Execute the recorded operations of a lazy device before each batch."""
 
-    def __init__(self, device: torch.device, flush: Callable[[], None]) -> None:
-        self._device = device
+    def __init__(self, flush: Callable[[], None]) -> None:
         self._flush = flush
         self._shapes: list[tuple[int, ...]] | None = None
-
-    def start_copy(self, item: Any) -> Any:
-        """Start the copy of a batch."""
-        if type(item) is BatchWithMeta:
-            return replace(item, batch=send_to_device(item.batch, self._device, non_blocking=True))
-        return send_to_device(item, self._device, non_blocking=True)
 
     def finish_copy(self, batch: Any) -> Any:
         """Execute the operations recorded for the previous batch; return this batch."""
