@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import accel
-from accel._visible import NAMES
 from accel_compat.alias import REFERENCE, AliasDistribution, version_of_accel
 
 MODULE = '''\
@@ -74,45 +73,18 @@ def build(folder: Path) -> Path:
 
 
 def stubs() -> dict[str, str]:
-    """The stubs of `accelerate`, by path: what accel's modules export, and their further names."""
+    """The stubs of `accelerate`, by path: what accel's modules export."""
     folder = Path(accel.__file__).parent
     texts: dict[str, str] = {f"{REFERENCE}/commands/__init__.pyi": ""}
     for path in sorted(folder.rglob("*.pyi")):
         relative = path.relative_to(folder)
-        module = ".".join(("accel", *(part for part in relative.with_suffix("").parts if part != "__init__")))
-        lines = [
-            stub_line(name, source)
-            for names, source in NAMES.get(module, {}).items()
-            for name in names.split()
-            if source != "__future__"  # which has to come first, and says nothing in a stub
-        ]
         own = (
             path.read_text()
             .replace("from accel.", f"from {REFERENCE}.")
             .replace("from accel ", f"from {REFERENCE} ")
         )
-        texts[f"{REFERENCE}/{relative.as_posix()}"] = own + "".join(f"{line}\n" for line in sorted(lines))
+        texts[f"{REFERENCE}/{relative.as_posix()}"] = own
     return texts
-
-
-def stub_line(name: str, source: str) -> str:
-    """The line of a stub for a name of `accel._visible`.
-
-    Example:
-        >>> stub_line("nn", "torch.nn:"), stub_line("F", "torch.nn.functional:"), stub_line("os", "os:")
-        ('from torch import nn as nn', 'from torch.nn import functional as F', 'import os as os')
-        >>> stub_line("Any", "typing"), stub_line("version", "accel:__version__")
-        ('from typing import Any as Any', 'from accel import __version__ as version')
-        >>> stub_line("has_xla", "accel_state.devices:is_torch_xla_available()")  # the result of a call
-        'has_xla: object'
-    """
-    if source.endswith("()"):
-        return f"{name}: object"
-    module, is_explicit, attribute = source.partition(":")
-    if not is_explicit or attribute:
-        return f"from {module} import {attribute or name} as {name}"
-    parent, _, own = module.rpartition(".")
-    return f"from {parent} import {own} as {name}" if parent else f"import {module} as {name}"
 
 
 def commands() -> str:

@@ -6,9 +6,8 @@
 A documented name (tools/surface.json) is exported as soon as a public module of a package defines it with the
 documented parameters. Entries of api.toml are kept as they are: where two modules define a name, or where a
 name is ours alone, write the entry by hand. `aliases.toml` beside it lists further modules that export names
-of api.toml under the paths that users of Accelerate know. `accel/_visible.py` has what Accelerate's modules
-show beside that: reference_names.json says which names (tools/scan_reference.py writes it), visible.toml
-where we have those that no other table knows.
+of api.toml under the paths that users of Accelerate know. `accel/_internal.py`, written by hand, has
+names that Accelerate does not document and that libraries import.
 """
 
 from __future__ import annotations
@@ -28,9 +27,6 @@ PACKAGES = ROOT / "packages"
 SUITE = PACKAGES / "accel-suite"
 API = SUITE / "api.toml"
 ALIASES = SUITE / "aliases.toml"
-VISIBLE = SUITE / "visible.toml"
-REFERENCE_NAMES = SUITE / "reference_names.json"
-VISIBLE_TABLE = SUITE / "src" / "accel" / "_visible.py"
 SURFACE = ROOT / "tools" / "surface.json"
 WIDTH = 108
 AS = "\N{NO-BREAK SPACE}as\N{NO-BREAK SPACE}"
@@ -84,7 +80,7 @@ if __name__ == "__main__":
     sys.exit(main())
 """
 
-ATTACH = f'attach(__name__, "{VISIBLE_TABLE.parent.name}.{VISIBLE_TABLE.stem}")'
+ATTACH = 'attach(__name__, "accel._internal")'
 
 COMMANDS = {
     "accel.commands.accelerate_cli": None,
@@ -120,12 +116,8 @@ def main(argv: list[str] | None = None) -> int:
     for line in doubtful:
         print(line)
     tables = with_aliases(api, tomllib.loads(ALIASES.read_text()))
-    visible, unknown = visible_names(tables, tomllib.loads(VISIBLE.read_text()))
-    for name in unknown:
-        print(f"{name} is visible in Accelerate: say in visible.toml where we have it, or why not")
     wanted = {
         API: api_text(api),
-        VISIBLE_TABLE: visible_text(visible),
         **{table_path(module, tables): table_text(module, tables) for module in tables},
         **{table_path(module, tables).with_suffix(".pyi"): stub_text(module, tables) for module in tables},
         **programs(tables),
@@ -172,88 +164,6 @@ def with_aliases(api: Api, aliases: dict[str, list[str]]) -> Api:
     for module, names in aliases.items():
         result.setdefault(module, {}).update({name: defined[name] for name in names})
     return {module: dict(sorted(result[module].items())) for module in sorted(result)}
-
-
-def visible_names(tables: Api, choices: dict[str, dict[str, str]]) -> tuple[Api, list[str]]:
-    """The names that Accelerate's modules show and ours do not export: the sources by name, by module.
-
-    Args:
-        tables: The exports.
-        choices: By module of ours, the sources of names that it defines in Accelerate.
-
-    Returns:
-        The names, and those for which there is no source.
-    """
-    reference: Api = json.loads(REFERENCE_NAMES.read_text())
-    documented = {name: where for names in tables.values() for name, where in names.items()}
-    unknown: list[str] = []
-
-    def source_of(module: str, name: str) -> str | None:
-        ours = ours_of(module)
-        source = reference.get(module, {}).get(name, "")
-        defining, is_module, other_name = source.partition(":")
-        if name in choices.get(ours, {}):
-            return choices[ours][name]
-        if name in tables.get(ours, {}):
-            return tables[ours][name]
-        if defining.partition(".")[0] != "accelerate":
-            return source or documented.get(name)
-        if is_module and not other_name:
-            return ours_of(source)
-        found = source_of(defining, other_name or name)
-        return f"{found}:{other_name}" if found and other_name else found
-
-    result: Api = {}
-    for module, names in reference.items():
-        ours = ours_of(module)
-        own = {
-            *tables.get(ours, {}),
-            *(other.rpartition(".")[2] for other in tables if other.startswith(f"{ours}.")),
-        }
-        for name in names:
-            if name in own or (name == "main" and ours in COMMANDS):
-                continue
-            source = source_of(module, name)
-            if source is None:
-                unknown.append(f"{ours}.{name}")
-            else:
-                result.setdefault(ours, {})[name] = source
-    return result, unknown
-
-
-def ours_of(module: str) -> str:
-    """The name of our module under which we have one of Accelerate.
-
-    Example:
-        >>> ours_of("accelerate.utils:")
-        'accel.utils:'
-    """
-    return module.replace("accelerate", "accel", 1)
-
-
-def visible_text(visible: Api) -> str:
-    """The text of the module with the visible names."""
-    lines = [
-        '"""Names that Accelerate\'s modules show besides the documented ones. By tools/gen_exports.py."""',
-        "",
-        "# ruff: noqa: E501",
-        "# fmt: off",
-        "NAMES = {",
-    ]
-    for module, names in sorted(visible.items()):
-        by_source: defaultdict[str, list[str]] = defaultdict(list)
-        for name, source in sorted(names.items()):
-            by_source[source].append(name)
-        lines.append(f'    "{module}": {{')
-        lines += [
-            f"        {json.dumps(' '.join(group))}: {json.dumps(where)},"
-            for where, group in sorted(by_source.items())
-        ]
-        lines.append("    },")
-    return (
-        "\n".join([*lines, "}", '"""By module: names, separated by spaces, and where they are defined."""'])
-        + "\n"
-    )
 
 
 def fits(entry: dict[str, Any], shape: Parameters | None) -> bool:

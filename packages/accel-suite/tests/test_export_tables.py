@@ -16,14 +16,14 @@ import accel
 
 MODULES = ["accel", *(found.name for found in pkgutil.walk_packages(accel.__path__, "accel."))]
 SCRIPTS = "accel.test_utils.scripts."
-NO_TABLES = ("accel.commands", "accel._visible", *(name for name in MODULES if name.startswith(SCRIPTS)))
+NO_TABLES = ("accel.commands", "accel._internal", *(name for name in MODULES if name.startswith(SCRIPTS)))
 TABLES = [name for name in MODULES if name not in NO_TABLES and not name.endswith(".__main__")]
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_entry_of_a_table_resolves(table: str) -> None:
     module = importlib.import_module(table)
-    assert module.__all__ or vars(module)["_VISIBLE"], f"{table} has no names"
+    assert "_EXPORTS" in vars(module), f"{table} has no names"
     for name in [*module.__all__, *dir(module)]:
         assert getattr(module, name) is not None, name
 

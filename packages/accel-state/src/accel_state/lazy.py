@@ -6,9 +6,9 @@ import functools
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
@@ -23,7 +23,7 @@ class LazyModule(ModuleType):
     """A package or module whose names are defined in other modules; see `attach`."""
 
 
-def attach(package: str, visible: str | None = None) -> None:
+def attach(package: str, internal: str | None = None) -> None:
     """Add to a module the names that its stub imports from other modules, each imported at its first use.
 
     The stub, the module's `.pyi` file, is the only list of them: type checkers read it as it is. `__all__`
@@ -31,9 +31,9 @@ def attach(package: str, visible: str | None = None) -> None:
 
     Args:
         package: The name of the module.
-        visible: A module whose `NAMES` has, by module, further names with their sources, which can be
-            imported although neither `dir()` nor `__all__` lists them. It is imported at the first name
-            that is no export.
+        internal: A module whose `NAMES` has, by module, further names with their sources. These, and what
+            other modules of the same package export, can be imported although neither `dir()` nor `__all__`
+            lists them.
     """
     module: Any = sys.modules[package]
     spec = module.__spec__
@@ -42,7 +42,7 @@ def attach(package: str, visible: str | None = None) -> None:
 
     def __getattr__(name: str) -> object:  # noqa: N807 - PEP 562
         target = exports.get(name)
-        value = _object_at(target, name) if target else _visible_object(module, name)
+        value = _object_at(target or _source_elsewhere(module, name), name)
         vars(module)[name] = value
         return value
 
@@ -51,43 +51,40 @@ def attach(package: str, visible: str | None = None) -> None:
         __dir__=lambda: sorted(exports),
         __all__=sorted(name for name in exports if name[0] != "_" and exports[name][-1] != ":"),
         _EXPORTS=exports,
-        _VISIBLE=visible,
+        _INTERNAL=internal,
     )
     module.__class__ = LazyModule
 
 
 def _object_at(target: str, name: str) -> Any:
-    """Import the object `name` of `"module"`, the object `"module:object"`, or the module `"module:"`.
-
-    For `"module:function()"`, return the function's result.
-    """
+    """Import the object `name` of `"module"`, the object `"module:object"`, or the module `"module:"`."""
     source, is_explicit, attribute = target.partition(":")
     module = import_module(source)
-    if attribute.endswith("()"):
-        return getattr(module, attribute.removesuffix("()"))()
     return module if is_explicit and not attribute else getattr(module, attribute or name)
 
 
-def _visible_object(module: ModuleType, name: str) -> Any:
-    """Import the object of an unlisted name of a module.
+def _source_elsewhere(module: ModuleType, name: str) -> str:
+    """Return where a name comes from that a module does not export.
 
     Raises:
-        AttributeError: There is no such name, or the library that defines it is not installed.
+        AttributeError: No module of the package exports it, and it is not in the table of internal names.
     """
-    names = _visible_names(module, name)
-    if name in names:
-        with suppress(ModuleNotFoundError):
-            return _object_at(names[name], name)
+    table: str | None = vars(module).get("_INTERNAL")
+    if table is not None and not name.startswith("__"):
+        source = import_module(table).NAMES.get(module.__name__, {}).get(name)
+        if source is None:
+            source = _exports_below(module.__name__.partition(".")[0]).get(name)
+        if source is not None:
+            return source
     raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}", name=name)
 
 
-def _visible_names(module: ModuleType, name: str) -> dict[str, str]:
-    """Return the unlisted names of a module with their sources, if `name` may be among them."""
-    table: str | None = vars(module).get("_VISIBLE")
-    if table is None or name.startswith("__"):
-        return {}
-    sources: dict[str, str] = import_module(table).NAMES.get(module.__name__, {})
-    return {word: source for words, source in sources.items() for word in words.split()}
+@functools.cache
+def _exports_below(package: str) -> dict[str, str]:
+    """Return what the modules of a package export, but for their submodules."""
+    stubs = (path for folder in import_module(package).__path__ for path in Path(folder).rglob("*.pyi"))
+    found = {name: source for path in stubs for name, source in exports_of(path.read_text(), "").items()}
+    return {name: source for name, source in found.items() if source.partition(".")[0] != package}
 
 
 def exports_of(stub: str, package: str) -> dict[str, str]:

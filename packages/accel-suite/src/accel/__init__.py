@@ -7,4 +7,4 @@ __version__ = "1.15.0"
 __accel_version__ = "0.1.0"
 """The version of accel."""
 
-attach(__name__, "accel._visible")
+attach(__name__, "accel._internal")

@@ -4,7 +4,7 @@ import sys
 
 from accel_state.lazy import attach
 
-attach(__name__, "accel._visible")
+attach(__name__, "accel._internal")
 
 if __name__ == "__main__":
     from accel_cli.main import main

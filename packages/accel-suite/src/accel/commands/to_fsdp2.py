@@ -6,7 +6,7 @@ from functools import partial
 from accel_cli.main import run
 from accel_state.lazy import attach
 
-attach(__name__, "accel._visible")
+attach(__name__, "accel._internal")
 main = partial(run, "to-fsdp2")
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import Any
 
 from accel_state.lazy import LazyModule, attach
 
-attach(__name__, "accel._visible")
+attach(__name__, "accel._internal")
 
 
 class _CallableModule(LazyModule):

@@ -2,4 +2,4 @@
 
 from accel_state.lazy import attach
 
-attach(__name__, "accel._visible")
+attach(__name__, "accel._internal")
