@@ -18,7 +18,7 @@ NAMES = {
     },
     "accel.utils.megatron_lm": {"MegatronEngine": "accel_plugins.megatron.engine"},
     "accel.utils.modeling": {
-        "_get_proper_dtype": "accel_bigmodel.placement",
+        "_get_proper_dtype": "accel_bigmodel.placement:torch_dtype",
         "logger": "accel_bigmodel.device_map:_log",
     },
 }

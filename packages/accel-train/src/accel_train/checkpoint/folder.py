@@ -51,7 +51,7 @@ def make_staging(target: AnyPath) -> AnyPath:
     with contextlib.suppress(OSError):  # the parent folder may be read-only
         for path in _stale(named):
             remove(path)
-    staging = target / f"{_SAVING}{nonce}" if target.is_dir() else _beside(named, f"{_SAVING}{nonce}")
+    staging = target / f"{_SAVING}{nonce}" if target.is_dir() else _beside(target, f"{_SAVING}{nonce}")
     make_folder(staging)
     return staging
 
