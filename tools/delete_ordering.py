@@ -5,7 +5,7 @@ accelerator (`tests-integration/harness/simulated`), which reads NaN where a cop
 reports what nothing orders. Nothing is changed on the disk: a child of one warm process imports each change.
 
     uv run tools/delete_ordering.py
-    uv run tools/delete_ordering.py loader.py
+    uv run tools/delete_ordering.py transfer.py
 """
 
 from __future__ import annotations
