@@ -168,6 +168,8 @@ def _end(ends: Sequence[int], devices: int) -> int:
 
 
 def _groups(count: int, ties: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    if not ties:
+        return [(index,) for index in range(count)]
     parent = list(range(count))
 
     def root(index: int) -> int:

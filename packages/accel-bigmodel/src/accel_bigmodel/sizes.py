@@ -86,7 +86,8 @@ class _Reader:
         layers = self.layers
         if inside >= 0 or not children or type(module).__name__ in self._unsplit:
             layer = self._begin(name) if inside < 0 else inside
-            total = self._read(layer, prefix, parameters, 0) + self._read(layer, prefix, buffers, 1)
+            total = self._read(layer, prefix, parameters, 0) if parameters else 0
+            total += self._read(layer, prefix, buffers, 1) if buffers else 0
             largest, has_containers = 0, False
             for leaf, child in children.items():
                 if child is not None:
