@@ -54,6 +54,10 @@ class EngineState:
             yield dict.fromkeys(names, full) if keep else {}
             del full  # It is freed before the next tensor is gathered.
 
+    def names_of_weights(self) -> list[str]:
+        """Return the names of the state dict, in the order of the model."""
+        return [*self._module.state_dict(keep_vars=True)]
+
     def sources(self) -> list[ParameterSource]:
         """Return the parameters of the model for `iter_gathered`."""
         return [
@@ -400,7 +404,8 @@ class DeepSpeedStates(States):
         if state is None:
             return super().full_state_dict(model)
         parts = state.iter_weights(keep=keep, exact=exact)
-        return dict(chain.from_iterable(part.items() for part in parts))
+        full = dict(chain.from_iterable(part.items() for part in parts))
+        return {name: full[name] for name in state.names_of_weights() if name in full}
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         state = self._state_of(model)
