@@ -82,10 +82,15 @@ def raw_calls(data: Any) -> dict[str, Callable[[], object]]:
         dist.broadcast(flat, src=0)
         dist.all_gather_into_tensor(answers, answer)
 
+    def mean() -> None:
+        total = flat.clone()
+        dist.all_reduce(total)
+        total.div_(WORLD)
+
     return {
         "gather": lambda: dist.all_gather_into_tensor(flat.new_empty(WORLD * flat.numel()), flat),
         "broadcast": broadcast,
-        "reduce": lambda: dist.all_reduce(flat.clone()),
+        "reduce": mean,
     }
 
 
