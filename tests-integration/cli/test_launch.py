@@ -17,6 +17,8 @@ import pytest
 
 from accel_cli.launch.hosts import VISIBLE_DEVICES
 from accel_state.device_kinds import KINDS
+from accel_state.settings import LaunchSettings, PrecisionSettings, ProcessSettings, Settings
+from accel_train.launching import WorkerFailedError, launch
 
 TELL = """\
 import json, os, sys
@@ -104,6 +106,26 @@ def test_a_script_that_is_not_there_is_a_sentence(here):
     result = accel("nowhere.py")
     assert result.returncode == 2
     assert result.stderr == "accel launch: error: the script 'nowhere.py' does not exist.\n"
+
+
+def test_scripts_are_launched_from_python_by_the_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nfrom accel import Accelerator\n"
+        "accelerator = Accelerator()\n"
+        "facts = accelerator.num_processes, accelerator.mixed_precision, sys.argv[2:]\n"
+        "Path(sys.argv[1], str(accelerator.process_index)).write_text(repr(facts))\n"
+    )
+    config = Settings(
+        process=ProcessSettings(use_cpu=True),
+        precision=PrecisionSettings(mixed_precision="bf16"),
+        launch=LaunchSettings(num_processes=2),
+    )
+    assert launch(script, (tmp_path, "--lr", 1), config=config) == {}
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["(2, 'bf16', ['--lr', '1'])"] * 2
+    with pytest.raises(WorkerFailedError, match=r"nowhere.py` ended with exit code 2"):
+        launch("nowhere.py", config=config)
 
 
 def test_two_processes_on_the_cpu_know_their_ranks_and_settings(here, monkeypatch):

@@ -2,35 +2,69 @@
 
 from __future__ import annotations
 
-import runpy
+import contextlib
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from os import PathLike, fspath
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from accel_state import environ
-from accel_state.device_kinds import CPU, DeviceKind, available_kind, peer_variables
-from accel_state.errors import SettingsError
+from accel_state.accelerator_state import AcceleratorState, GradientState
+from accel_state.device_kinds import CPU, KINDS, DeviceKind, available_kind, peer_variables
+from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.labels import DistributedType
 from accel_state.partial_state import PartialState
-from accel_state.settings import Settings, from_environ, merge_layers, parse_file, worker_environ
+from accel_state.settings import (
+    Settings,
+    from_environ,
+    merge_layers,
+    parse_file,
+    to_content,
+    worker_environ,
+)
 from accel_state.settings.model import Precision, value_at
 from accel_state.settings.run import ClusterSettings
-from accel_state.topology import DEFAULT_PORT
-from accel_train.forking import (
-    launch_config,
-    launch_forked,
-    refuse_initialised_devices,
-    reserve_port,
-    run_forked,
+from accel_state.topology import DEFAULT_PORT, detect, is_port_in_use, reserved_port
+from accel_train.worker_errors import (
+    ERROR_FILE,
+    error_of_failure,
+    read_worker_errors,
+    worker_error,
 )
+
+
+class WorkerFailedError(AccelError, RuntimeError):
+    """Launched processes have failed. The message has the rank and traceback of each.
+
+    Args:
+        message: What happened.
+        ranks: The ranks that failed, the first one to fail first.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 def notebook_launcher(
@@ -63,8 +97,7 @@ def notebook_launcher(
             requires. Otherwise there is one process per chip, and the rendezvous arguments are not used.
         mixed_precision: For `Accelerator`s that are not given one: `"fp16"` or `"bf16"`; `"no"` leaves it
             to the environment.
-        use_port: The port of rank 0; 0 for any free port. If the default port is in use on a single machine,
-            another port is used.
+        use_port: The port of rank 0; 0 for any free port. On a single machine, the default is any free port.
         master_addr: The address of the first machine.
         node_rank: The rank of this machine.
         num_nodes: Number of machines that call this function.
@@ -95,54 +128,43 @@ def notebook_launcher(
         raise SettingsError(
             f"notebook_launcher: mixed_precision={mixed_precision!r} not in {get_args(Precision)}."
         )
-    has_precision = mixed_precision.lower() != "no"
-    variables = {"accelerate_mixed_precision": mixed_precision} if has_precision else {}
+    if not str(use_port).isdigit():
+        raise SettingsError(f"notebook_launcher(use_port={use_port!r}): expected the number of a port.")
     kind = CPU if from_environ(environ.read()).process.use_cpu else available_kind()
     count = device_count(kind.module) if num_processes is None else num_processes
     _check_numbers(count, num_nodes, node_rank, max_restarts)
+    variables = {} if mixed_precision.lower() == "no" else {"accelerate_mixed_precision": mixed_precision}
+    plain = rdzv_backend == "static" and not (rdzv_endpoint or max_restarts or log_line_prefix_template)
     # 2. Without a fork: start processes by the device's own runtime, or run in this process.
     if kind.own_runtime is not None and num_processes != 1:
-        refuse_initialised_devices()
+        _refuse_initialised_devices()
         with environ.patch_environment(**variables):
             return kind.own_runtime.run_on_each_device(function, args, num_processes)
-    listener = nullcontext(0) if rdzv_endpoint else _notebook_port(use_port, num_nodes, node_rank)
-    plain = rdzv_backend == "static" and not (rdzv_endpoint or max_restarts or log_line_prefix_template)
     if plain and count == num_nodes == 1:
         with environ.patch_environment(**variables):
             return {0: function(*args)}
     # 3. Fork the processes.
     if kind.type != "cpu":
-        refuse_initialised_devices()
+        _refuse_initialised_devices()
     if kind.name == "cuda":
         variables |= peer_variables(environ.read())
-    with listener as port, environ.patch_environment(**variables):
-        config = launch_config(
+    port = 0 if num_nodes == 1 and int(use_port) == DEFAULT_PORT else int(use_port)
+    with environ.patch_environment(**variables):
+        return _fork(
+            function,
+            args,
             count,
             num_nodes=num_nodes,
             node_rank=node_rank,
-            rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{port}",
             rdzv_backend=rdzv_backend,
             rdzv_conf=rdzv_conf,
+            rdzv_endpoint=rdzv_endpoint or _endpoint(master_addr, port, num_nodes, node_rank, "use_port"),
             run_id=rdzv_id,
             max_restarts=max_restarts,
             monitor_interval=monitor_interval,
             log_line_prefix_template=log_line_prefix_template,
             logs_specs=DefaultLogsSpecs(tee=Std.NONE if log_line_prefix_template is None else Std.ALL),
         )
-        return launch_forked(function, args, config)
-
-
-def _notebook_port(use_port: str | int, num_nodes: int, node_rank: int) -> AbstractContextManager[int]:
-    """Yield the port on which rank 0 listens."""
-    if not str(use_port).isdigit():
-        raise SettingsError(f"notebook_launcher(use_port={use_port!r}): expected the number of a port.")
-    port = int(use_port)
-    if num_nodes > 1 and port == 0:
-        raise SettingsError("notebook_launcher(use_port=0): several machines need a fixed port.")
-    if node_rank > 0:
-        return nullcontext(port)
-    is_default = num_nodes == 1 and port == DEFAULT_PORT
-    return reserve_port(port, "notebook_launcher: use_port", or_any=is_default)
 
 
 def debug_launcher(
@@ -169,8 +191,8 @@ def debug_launcher(
         {0: 0, 1: 1}
     """
     _check_numbers(num_processes, 1, 0, 0)
-    with reserve_port(0, "debug_launcher: port") as port, environ.patch_environment(accelerate_use_cpu="yes"):
-        return launch_forked(function, args, launch_config(num_processes, rdzv_endpoint=f"127.0.0.1:{port}"))
+    with environ.patch_environment(accelerate_use_cpu="yes"):
+        return _fork(function, args, num_processes, rdzv_endpoint=f"127.0.0.1:{reserved_port()}")
 
 
 def _check_numbers(num_processes: int, num_nodes: int, node_rank: int, max_restarts: int) -> None:
@@ -183,31 +205,43 @@ def _check_numbers(num_processes: int, num_nodes: int, node_rank: int, max_resta
         raise SettingsError(f"node_rank={node_rank!r} is not one of num_nodes={num_nodes!r}, counted from 0.")
 
 
+def _endpoint(address: str, port: int, num_nodes: int, node_rank: int, option: str) -> str:
+    """Return the address of the rendezvous; 0 is any free port. Messages name the port by `option`."""
+    if port == 0 and num_nodes > 1:
+        raise SettingsError(f"{option}=0: several machines need a fixed port.")
+    if port and node_rank == 0 and is_port_in_use(port):
+        raise SettingsError(
+            f"{option}={port}: another program uses this port. Choose another, or 0 for any free port (on "
+            "one machine)."
+        )
+    return f"{address}:{port or reserved_port()}"
+
+
 def launch(
     function_or_script: Callable[..., Any] | str | PathLike[str],
     args: Sequence[Any] = (),
     *,
     config: Settings | Mapping[str, Any] | None = None,
 ) -> dict[int, Any]:
-    """Run a function or a script in the configured number of processes, as `accel launch` does.
+    """Run a function or a script in the configured number of processes.
 
-    Neither a config file nor the environment variables of settings are read: only `config` counts.
+    A function runs in forked processes; a script, or the module that `launch.module` announces, is started
+    by the command `accel launch`. Neither a config file nor the environment variables of settings are read:
+    only `config` counts.
 
     Args:
-        function_or_script: A function whose result can be pickled, or the path of a Python script; the name
-            of a module, if the settings say `launch.module`.
+        function_or_script: A function whose result can be pickled, or the path of a Python script.
         args: What the function is called with, or the words after the script.
         config: The settings, or the table of a config file; `Settings()` if None, which runs one process
             per accelerator.
 
     Returns:
-        By rank, for the processes of this machine: the function's result, or the script's variable `result`
-            (None if absent).
+        The function's results by rank, for the processes of this machine; empty for a script.
 
     Raises:
-        SettingsError: The settings contradict each other or need the command, the script does not exist, or a
-            device is already initialised.
-        WorkerFailedError: A process failed; the message has rank and traceback.
+        SettingsError: The settings contradict each other, or need the command and are given with a function;
+            or a device is already initialised.
+        WorkerFailedError: A process failed; for a function, the message has rank and traceback.
         UnsupportedError: This system cannot fork.
 
     Example:
@@ -218,8 +252,16 @@ def launch(
     """
     # 1. Check the settings, and count the processes of this machine.
     settings = _resolve_settings(config)
+    if isinstance(function_or_script, (str, PathLike)):
+        return _launch_script(fspath(function_or_script), args, settings)
+    defaults = Settings()
+    refused = [path for path in _COMMAND_ONLY if value_at(settings, path) != value_at(defaults, path)]
+    if refused:
+        raise SettingsError(
+            f"launch(config=...): only scripts are launched with {', '.join(refused)}, and "
+            f"{function_or_script!r} is none."
+        )
     chosen = settings.launch
-    work = _make_callable(function_or_script, is_module=chosen.module)
     kind = _choose_device_kind(settings)
     ids = chosen.device_ids
     per_node = 1 if chosen.distributed_type == "NO" else len(ids) or device_count(kind.module)
@@ -228,19 +270,32 @@ def launch(
         raise SettingsError(
             f"launch(config=...): {count} processes cannot be divided by {chosen.num_machines} machines."
         )
+    if chosen.num_machines > 1 and chosen.main_process_ip is None:
+        raise SettingsError(
+            f"launch(config=...): {chosen.num_machines} machines need a rendezvous: set "
+            "launch.main_process_ip."
+        )
     if kind.type != "cpu":
-        refuse_initialised_devices()
-    # 2. Collect the variables that make up the environment of the processes.
+        _refuse_initialised_devices()
+    # 2. Fork the processes, with an environment of these settings only.
     variables = worker_environ(settings, environ.read())
-    if chosen.num_cpu_threads_per_process is not None:
-        variables["OMP_NUM_THREADS"] = str(chosen.num_cpu_threads_per_process)
     if ids and kind.visible_devices_env:
         variables[kind.visible_devices_env] = ",".join(ids)
-    # 3. Fork the processes.
-    with _function_rendezvous(settings) as endpoint, environ.clear_environment():
+    alone = chosen.num_machines == 1
+    endpoint = _endpoint(
+        "127.0.0.1" if alone else str(chosen.main_process_ip),
+        chosen.main_process_port or (0 if alone else DEFAULT_PORT),
+        chosen.num_machines,
+        chosen.machine_rank,
+        "launch(config=...): main_process_port",
+    )
+    with environ.clear_environment():
         environ.publish(variables)
-        options = launch_config(
+        return _fork(
+            function_or_script,
+            args,
             count // chosen.num_machines,
+            threads=chosen.num_cpu_threads_per_process or 1,
             num_nodes=chosen.num_machines,
             node_rank=chosen.machine_rank,
             rdzv_endpoint=endpoint,
@@ -248,39 +303,46 @@ def launch(
             max_restarts=chosen.max_restarts,
             monitor_interval=chosen.monitor_interval,
         )
-        run = partial(_run_with_threads, chosen.num_cpu_threads_per_process, work)
-        return launch_forked(run, args, options)
 
 
 _COMMAND_ONLY = (
     *(f"launch.{name}" for name in ("compute_environment", "min_machines", "tee", "log_dir", "role")),
     *("launch.no_python", "launch.quiet", "launch.rdzv_conf", "mpi.hostfile", "hosts.hostfile"),
     *("launch.shutdown_timeout", "launch.launcher", "launch.on_tpu", "tpu.use_cluster"),
-    "process.as_accelerate",
+    *("launch.module", "process.as_accelerate"),
     *(f"cluster.{field.name}" for field in fields(ClusterSettings)),
 )
 """The settings that only the command carries out."""
 
 
 def _resolve_settings(config: Settings | Mapping[str, Any] | None) -> Settings:
-    """Return the settings of `config`; refuse settings that only the command implements."""
     if isinstance(config, Mapping):
-        config = merge_layers(parse_file(config, "launch(config=...)")).settings
-    elif isinstance(config, (str, PathLike)):
+        return merge_layers(parse_file(config, "launch(config=...)")).settings
+    if isinstance(config, (str, PathLike)):
         raise SettingsError(
             f"launch(config={fspath(config)!r}): expected settings, or the table that the file holds: "
             f"`config=yaml.safe_load(open({fspath(config)!r}))`."
         )
-    elif config is not None and not isinstance(config, Settings):
+    if config is not None and not isinstance(config, Settings):
         raise SettingsError(f"launch(config={config!r}): expected accel.settings.Settings.")
-    settings, defaults = config or Settings(), Settings()
-    refused = [path for path in _COMMAND_ONLY if value_at(settings, path) != value_at(defaults, path)]
-    if refused:
-        raise SettingsError(
-            f"launch(config=...): {', '.join(refused)} {'is' if len(refused) == 1 else 'are'} supported "
-            "only by the command `accel launch`."
+    return config or Settings()
+
+
+def _launch_script(script: str, words: Sequence[Any], settings: Settings) -> dict[int, Any]:
+    """Run a script by the command, with a config file of the settings."""
+    with TemporaryDirectory(prefix="accel-launch-") as folder:
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(to_content(settings)), encoding="utf-8")
+        flags = ["--module"] if settings.launch.module else []
+        done = subprocess.run(
+            [sys.executable, "-m", "accel_cli", "launch", f"--config_file={file}", *flags, script]
+            + [str(word) for word in words],
+            env=worker_environ(Settings(), environ.read()),
+            check=False,
         )
-    return settings
+    if done.returncode:
+        raise WorkerFailedError(f"`accel launch {script}` ended with exit code {done.returncode}.")
+    return {}
 
 
 def _choose_device_kind(settings: Settings) -> DeviceKind:
@@ -301,53 +363,172 @@ def device_count(module: Any) -> int:
     return max(1, module.device_count()) if hasattr(module, "device_count") else 1
 
 
-def _make_callable(work: Callable[..., Any] | str | PathLike[str], *, is_module: bool) -> Callable[..., Any]:
-    """Return the function that every process calls."""
-    if callable(work):
-        return work
-    if not isinstance(work, (str, PathLike)):
-        raise SettingsError(f"launch({work!r}): expected a function, or the path of a script.")
-    name = fspath(work)
-    if not (is_module or Path(name).is_file()):
-        raise SettingsError(f"launch({name!r}): the script does not exist.")
-    return partial(_run_module if is_module else _run_script, name)
+def _fork(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    processes: int,
+    *,
+    num_nodes: int = 1,
+    node_rank: int = 0,
+    rdzv_backend: str = "static",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    threads: int = 1,
+    **options: Any,
+) -> dict[int, Any]:
+    """Run a function in forked processes under torch's elastic launcher; `options` are of its configuration.
 
-
-def _run_with_threads(threads: int | None, work: Callable[..., Any], *args: Any) -> Any:
-    """Call a function with a number of threads; torch reads `OMP_NUM_THREADS` only at import."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return work(*args)
-
-
-def _run_script(script: str, *words: Any) -> Any:
-    sys.argv[:] = [script, *map(str, words)]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    return runpy.run_path(str(Path(script).absolute()), run_name="__main__").get("result")
-
-
-def _run_module(name: str, *words: Any) -> Any:
-    sys.argv[:] = [name, *map(str, words)]
-    sys.path.insert(0, str(Path.cwd()))
-    return runpy.run_module(name, run_name="__main__", alter_sys=True).get("result")
-
-
-@contextmanager
-def _function_rendezvous(settings: Settings) -> Generator[str]:
-    """Yield the rendezvous endpoint, `<address>:<port>`; node 0 is already listening on it."""
-    chosen = settings.launch
-    address = "127.0.0.1" if chosen.num_machines == 1 else chosen.main_process_ip
-    if address is None:
-        raise SettingsError(
-            f"launch(config=...): {chosen.num_machines} machines need a rendezvous: set "
-            "launch.main_process_ip."
+    Returns:
+        The results of this machine's processes by rank.
+    """
+    if sys.platform == "win32":
+        raise UnsupportedError(
+            "Windows cannot fork, and a notebook function cannot be sent to a new process. Write it to "
+            "a file and start the file with `accel launch`."
         )
-    port = chosen.main_process_port or (0 if chosen.num_machines == 1 else DEFAULT_PORT)
-    if chosen.machine_rank > 0:
-        yield f"{address}:{port}"
-        return
-    with reserve_port(port, "launch(config=...): main_process_port") as chosen_port:
-        yield f"{address}:{chosen_port}"
+    if not callable(function):
+        raise SettingsError(f"{function!r} is not a function. `accel.launch` also runs scripts.")
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise SettingsError(f"args={args!r}: expected the arguments of the function as a tuple.")
+    if torch.distributed.is_initialized() or detect(environ.read()).world_size > 1:
+        raise SettingsError(
+            "This process is already one of several. A launcher starts processes from a single process."
+        )
+    # Without `is_host`, the c10d rendezvous guesses from host names which node hosts the store.
+    node_options: dict[str, dict[str, Any]] = {
+        "static": {"rank": node_rank},
+        "c10d": {"is_host": node_rank == 0},
+    }
+    options = {"max_restarts": 0, "run_id": "none", "logs_specs": DefaultLogsSpecs(), **options}
+    logs: Any = options["logs_specs"]
+    config = LaunchConfig(
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        nproc_per_node=processes,
+        rdzv_backend=rdzv_backend,
+        rdzv_configs={**node_options.get(rdzv_backend, {}), **(rdzv_conf or {})},
+        start_method="fork",
+        **options,
+    )
+    # Torch's launcher leaves its signal handlers, a variable and a folder of logs.
+    handlers = _signal_handlers()
+    forked = multiprocessing.get_context("fork").Barrier(processes)
+    entry: Any = partial(_run_as_rank, forked, handlers, threads, function)
+    entry.__name__ = entry.__qualname__ = getattr(function, "__name__", type(function).__name__)
+    log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    try:
+        with environ.patch_environment(torchelastic_signals_to_handle=config.signals_to_handle):
+            log.addFilter(_has_no_traceback)
+            try:
+                return dict(sorted(elastic_launch(config, entry)(*args).items()))
+            except ChildFailedError as error:
+                raise _describe_failure(error, Path(logs.root_log_dir)) from None
+            finally:
+                log.removeFilter(_has_no_traceback)
+                _set_handlers(handlers)
+                shutil.rmtree(logs.root_log_dir, ignore_errors=True)
+    except SignalException as error:
+        signal.raise_signal(error.sigval)  # the processes have ended, and the handlers are restored
+        raise
+
+
+def _describe_failure(error: ChildFailedError, folder: Path) -> WorkerFailedError:
+    """Describe the failed processes of this node, in the order in which they failed; torch reports one."""
+    failures: Mapping[int, Any] = error.failures
+    errors = {rank: error_of_failure(failure) for rank, failure in failures.items()}
+    errors |= read_worker_errors(folder)
+    ranks = sorted(errors, key=lambda rank: errors[rank].time)
+    return WorkerFailedError(
+        "\n".join(f"Rank {rank} {errors[rank].how}\n{errors[rank].trace}" for rank in ranks), ranks
+    )
+
+
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    """Return whether a log record of torch has no traceback (the raised error already contains it)."""
+    return record.exc_info is None
+
+
+def _signal_handlers() -> dict[signal.Signals, Any]:
+    """Return the handlers of the signals that torch's launcher handles; none outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    return {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in names}
+
+
+def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        if handler is not None:  # a handler that C installed is None and cannot be restored
+            signal.signal(number, handler)
+
+
+_FORK_TIMEOUT = 20.0  # seconds that a process waits for its siblings to be forked
+
+
+def _run_as_rank(
+    forked: Any,
+    handlers: Mapping[signal.Signals, Any],
+    threads: int,
+    function: Callable[..., Any],
+    *args: Any,
+) -> Any:
+    """Run a function in a process that torch's launcher has forked, and write its error for the parent."""
+    # The launcher forwards Ctrl-C; a second one from the terminal would interrupt the clean-up.
+    os.setpgrp()
+    received: list[int] = []
+
+    def record(handler: Callable[..., Any], number: int, frame: Any) -> None:
+        received.append(number)
+        handler(number, frame)
+
+    _set_handlers(
+        {number: partial(record, old) if callable(old) else old for number, old in handlers.items()}
+    )
+    # A thread of the parent serves the store that ranks connect to. A lock that it holds during a fork, such
+    # as the name resolver's, stays locked in the child: no rank connects before all are forked.
+    with contextlib.suppress(threading.BrokenBarrierError):
+        forked.wait(_FORK_TIMEOUT)
+    try:
+        result = _run_forked(function, *args, threads=threads)
+        ForkingPickler.dumps(result)  # here an error has a traceback
+    except Exception as error:  # noqa: BLE001 - the parent raises it
+        variables = environ.read()
+        trace = "".join(traceback.format_exception(error))
+        content = worker_error(type(error).__name__, str(error), trace, int(variables["RANK"]), time.time())
+        Path(variables[ERROR_FILE]).write_text(json.dumps(content), encoding="utf-8")
+        sys.exit(1)
+    if received:  # the launcher no longer waits for a result
+        sys.exit(128 + received[0])
+    return result
+
+
+def _run_forked(function: Callable[..., Any], *args: Any, threads: int = 1) -> Any:
+    """Run a function in a forked process, after resetting the states inherited from the parent.
+
+    It computes with one thread, as data workers do: a fork does not copy OpenMP's threads, and if the parent
+    has had any, the first multi-threaded operation would wait for them forever.
+    """
+    torch.set_num_threads(threads)
+    gc.freeze()  # collecting a process group of the parent would crash: its threads were not copied
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    environ.publish({"FORK_LAUNCHED": "1"})
+    return function(*args)
+
+
+def _refuse_initialised_devices() -> None:
+    """Refuse to fork if this process has initialised a device, which forked processes could not use."""
+    devices = [kind for kind in (*KINDS, available_kind()) if kind.type != "cpu"]
+    names = [kind.name for kind in devices if getattr(kind.module, "is_initialized", bool)()]
+    if not names and any(
+        os.path.realpath(link) == "/dev/nvidia-uvm" for link in Path("/proc/self/fd").glob("*")
+    ):
+        names = ["CUDA"]  # a library other than torch has opened it
+    if names:
+        raise SettingsError(
+            f"This process has initialised {names[0]}, so forked processes cannot use it. Restart the "
+            "notebook. Create the `Accelerator`, models and device tensors only within the launched "
+            "function, and import libraries that use the device there."
+        )
 
 
 class PrepareForLaunch:
@@ -405,7 +586,7 @@ class PrepareForLaunch:
             local = int(variables.get("NPROC") or variables.get("WORLD_SIZE") or 1)
             node = int(variables.get("NODE_RANK") or 0)
             environ.publish({"LOCAL_RANK": str(index), "RANK": str(local * node + index)})
-        return run_forked(self.launcher, *args)
+        return _run_forked(self.launcher, *args)
 
 
 def test_launch() -> None:
