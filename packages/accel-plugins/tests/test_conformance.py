@@ -11,12 +11,9 @@ import torch
 from accel_plugins.precision import build_precision
 from accel_plugins.single import SingleStrategy
 from accel_plugins.testing import (
-    PRECISION_CHECKS,
     STRATEGY_CHECKS,
     ConformanceError,
-    PrecisionSubject,
     StrategySubject,
-    check_precision,
     check_strategy,
 )
 from accel_state.runtime import Runtime
@@ -45,12 +42,6 @@ def subject(directory: Path, make: Callable[[], Strategy] = make_single) -> Stra
 @pytest.mark.parametrize("name", STRATEGY_CHECKS)
 def test_one_process_conforms(name: str, tmp_path: Path):
     STRATEGY_CHECKS[name](subject(tmp_path))
-
-
-@pytest.mark.parametrize("check", PRECISION_CHECKS)
-@pytest.mark.parametrize("name", ["no", "bf16", "fp16"])
-def test_a_precision_policy_conforms(name: str, check: str):
-    PRECISION_CHECKS[check](PrecisionSubject(make=lambda: build_precision(name, CPU), device=CPU))
 
 
 class Forgetful(SingleStrategy):
@@ -84,17 +75,3 @@ class NoClipping(SingleStrategy):
 
     def clip_grad_value(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError
-
-
-def test_a_policy_that_forgets_to_unscale_fails():
-    class ForgetfulPolicy:
-        def __init__(self) -> None:
-            self._policy = build_precision("fp16", CPU)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._policy, name)
-
-        def unscale(self, optimizers: Any) -> None: ...
-
-    with pytest.raises(ConformanceError, match="unscaled_gradients_are_those_of_the_loss"):
-        check_precision(PrecisionSubject(make=cast("Any", ForgetfulPolicy), device=CPU))

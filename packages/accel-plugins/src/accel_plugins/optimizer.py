@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
@@ -20,21 +20,6 @@ if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
 
 logger = get_logger(__name__)
-
-
-class ItemCounter(Protocol):
-    """Counter of the items of summed losses since the last step; gradients are divided by their number."""
-
-    is_open: bool
-    """Whether items have been counted since the last step."""
-
-    def normalize(self) -> None:
-        """Divide the gradients by the number of items of all processes, once."""
-        ...
-
-    def close(self, *, used: bool = False) -> None:
-        """Begin a new accumulation window."""
-        ...
 
 
 def _forward(name: str, doc: str) -> Any:
@@ -58,7 +43,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: The loss scaler to step through, where float16 is used without an `Accelerator`.
         step: Steps the optimizer, as `Strategy.step`; returns False for a skipped step. By
             default, the optimizer's own step, through `scaler` if there is one.
-        window: Counter of the items since the last step, which ends the accumulation window.
+        window: Counter of the items of summed losses since the last step, by whose number of all processes
+            gradients are divided (`accel_train.step.ItemWindow`).
         discard: Drops gradients that an engine has; by default `zero_grad` of the optimizer does.
 
     Attributes:
@@ -80,7 +66,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: GradScaler | None = None,
         *,
         step: Callable[..., bool | torch.Tensor] | None = None,
-        window: ItemCounter | None = None,
+        window: Any = None,
         discard: Callable[[Any], None] | None = None,
     ) -> None:
         # Optimizer.__init__ would create a second set of groups and state; both are the wrapped optimizer's.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import field, replace
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any, final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,14 +21,13 @@ from accel_plugins.kwargs import AutocastKwargs, GradScalerKwargs
 from accel_state import hang_monitor
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.frozen import frozen
 from accel_state.labels import DistributedType, has_sharded_gradients
 from accel_state.partial_state import PartialState
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_plugins.strategy import Bundle, PrecisionPolicy, StateDict
+    from accel_plugins.strategy import Bundle, StateDict
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +65,7 @@ def build_precision(
         torch.bfloat16
     """
     if name == "no":
-        return EnginePrecision(
-            name="no", device_type=device.type, write_scale=partial(warn_unused_scaler_state, name="no")
-        )
+        return PrecisionPolicy("no", device.type)
     if name not in DTYPES:
         raise SettingsError(f"mixed_precision={name!r}: expected one of {['no', *DTYPES]}.")
     if not torch.amp.is_autocast_available(device.type):
@@ -79,45 +76,114 @@ def build_precision(
     if name == "fp16":
         scaler = build_scaler(device, scaler_kwargs or GradScalerKwargs(), shared=shared)
         scaling = LossScaling(scaler, master_weights=master_weights)
-    return MixedPrecision(
-        name=name,
-        dtype=DTYPES[name],
-        device_type=device.type,
-        options=(autocast_kwargs or AutocastKwargs()).to_kwargs(),
-        scaling=scaling,
-    )
+    options = (autocast_kwargs or AutocastKwargs()).to_kwargs()
+    return MixedPrecision(name, device.type, dtype=DTYPES[name], options=options, scaling=scaling)
 
 
-@frozen
-class MixedPrecision:
-    """The policies `"bf16"` and `"fp16"`: parameters are unchanged, operations run in `dtype`.
+class PrecisionPolicy:
+    """Decides in which dtypes models compute, and scales losses where the dtype needs it.
 
-    Without `casts`, only the loss scaler remains.
+    This class is the policy `"no"`: models compute in their own dtypes.
+
+    Attributes:
+        name: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
+        device_type: The type of the device on which models compute.
+        scaler: The loss scaler, where the policy has one.
     """
 
-    name: str
-    dtype: torch.dtype
-    device_type: str
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    scaling: LossScaling | None = None
-    casts: bool = True
+    scaler: GradScaler | None = None
+
+    def __init__(self, name: str, device_type: str) -> None:
+        self.name, self.device_type = name, device_type
+
+    def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return a new context in which operations run in the policy's dtype; `kwargs` replace options.
+
+        Without a 16-bit dtype it does nothing, or disables an enclosing autocast if `kwargs` do.
+        """
+        if kwargs is None or kwargs.enabled:
+            return nullcontext()
+        return torch.autocast(self.device_type, enabled=False)
+
+    def convert(self, bundle: Bundle) -> Bundle:
+        """Make the models compute in this format and return float32; names in state dicts do not change.
+
+        Called once per `prepare`, before the strategy wraps. Optimizers in the bundle become known to
+        the loss scaler.
+        """
+        return bundle
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the scaled loss, to call `backward` on."""
+        return loss
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divide the gradients of these optimizers by the scale, once per step however often it is called."""
+
+    @staticmethod
+    def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        """Unscale if necessary, and step; return False if gradients were not finite and nothing was done.
+
+        Where the device decides, as for fused optimizers, the result is a 0-d tensor on the device.
+        """
+        if closure is None:  # some optimizers have a step without arguments
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        return True
+
+    def state_dict(self) -> StateDict:
+        """Return the state needed to resume; empty without a loss scaler."""
+        return {}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Resume from a `state_dict`; warn of one that this policy cannot use."""
+        if state:
+            logger.warning(
+                "The checkpoint holds the state of a loss scaler, which mixed_precision=%r does not have: "
+                "it is not used.",
+                self.name,
+            )
+
+
+step_unscaled = PrecisionPolicy.step
+"""The step of policies without a loss scaler."""
+
+
+class MixedPrecision(PrecisionPolicy):
+    """The policies `"bf16"` and `"fp16"`: parameters are unchanged, operations run in `dtype`.
+
+    Without a dtype, only the loss scaler remains.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device_type: str,
+        *,
+        dtype: torch.dtype | None,
+        options: Mapping[str, Any] | None = None,
+        scaling: LossScaling | None = None,
+    ) -> None:
+        super().__init__(name, device_type)
+        self.dtype, self.options, self.scaling = dtype, options or {}, scaling
 
     @property
-    def scaler(self) -> GradScaler | None:
-        """The loss scaler, if any; `None` if neither it nor `casts` is enabled."""
-        if self.scaling is None or not (self.casts or self.scaling.scaler.is_enabled()):
+    def scaler(self) -> GradScaler | None:  # pyright: ignore[reportIncompatibleVariableOverride] - read only in both
+        """The loss scaler, if any; `None` if neither it nor autocast is enabled."""
+        if self.scaling is None or (self.dtype is None and not self.scaling.scaler.is_enabled()):
             return None
         return self.scaling.scaler
 
     def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        if not self.casts:
-            return nullcontext()
+        if self.dtype is None:
+            return super().autocast(kwargs)
         options = self.options if kwargs is None else kwargs.to_kwargs()
         return torch.autocast(self.device_type, self.dtype, **options)
 
     def convert(self, bundle: Bundle) -> Bundle:
         """Wrap every model's `forward` in autocast, and convert its results to float32."""
-        for model in bundle.models if self.casts else ():
+        for model in () if self.dtype is None else bundle.models:
             wrap_forward(model, self._around)
         if self.scaling is not None:
             self.scaling.add(bundle.optimizers)
@@ -130,19 +196,18 @@ class MixedPrecision:
         if self.scaling is not None:
             self.scaling.unscale(optimizers)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        if self.scaling is None:
-            return step_unscaled(optimizer, closure)
-        return self.scaling.step(optimizer, closure)
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride] - callers have an instance
+        self, optimizer: Optimizer, closure: Callable[[], float] | None = None
+    ) -> bool | Tensor:
+        step = step_unscaled if self.scaling is None else self.scaling.step
+        return step(optimizer, closure)
 
     def state_dict(self) -> StateDict:
         return {} if self.scaling is None else self.scaling.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        if self.scaling is None:
-            warn_unused_scaler_state(state, self.name)
-        else:
-            self.scaling.load_state_dict(state)
+        load = super().load_state_dict if self.scaling is None else self.scaling.load_state_dict
+        load(state)
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
@@ -154,74 +219,41 @@ class MixedPrecision:
         return mixed
 
 
-def step_unscaled(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
-    """Step an optimizer; return True."""
-    if closure is None:  # some optimizers have a step without arguments
-        optimizer.step()
-    else:
-        optimizer.step(closure)
-    return True
+class EnginePrecision(PrecisionPolicy):
+    """The policy of engines that cast models themselves.
 
-
-def warn_unused_scaler_state(state: StateDict, name: str) -> None:
-    """Warn that a loss scaler's state cannot be used by a policy without one."""
-    if state:
-        logger.warning(
-            "The checkpoint holds the state of a loss scaler, which mixed_precision=%r does not have: "
-            "it is not used.",
-            name,
-        )
-
-
-@frozen
-class EnginePrecision:
-    """The policy `"no"`, and the policy of engines that cast models themselves.
-
-    Such models take inputs of any floating dtype, and return float32.
+    Such models take inputs of any floating dtype, and return float32. An engine unscales when it steps.
 
     Args:
+        name: `"no"`, `"bf16"` or `"fp16"`.
+        device_type: The type of the device on which models compute.
         read_scale: Returns the state of the engine's loss scale, unless the engine's own files have it.
         write_scale: Restores that state.
     """
 
-    name: str
-    device_type: str
-    scaler: None = None
-    read_scale: Callable[[], StateDict] = dict
-    write_scale: Callable[[StateDict], None] = lambda _: None
+    def __init__(
+        self,
+        name: str,
+        device_type: str,
+        read_scale: Callable[[], StateDict] = dict,
+        write_scale: Callable[[StateDict], None] = lambda _: None,
+    ) -> None:
+        super().__init__(name, device_type)
+        self.state_dict = read_scale
+        self.load_state_dict = write_scale  # pyright: ignore[reportAttributeAccessIssue] - of one argument
 
     def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a context for computations outside of models.
-
-        Without a 16-bit dtype it does nothing, or disables an enclosing autocast if `kwargs` do.
-        """
+        """Return a context for computations outside of models."""
+        if self.name not in DTYPES:
+            return super().autocast(kwargs)
         options = {} if kwargs is None else kwargs.to_kwargs()
-        if self.name in DTYPES:
-            return torch.autocast(self.device_type, DTYPES[self.name], **options)
-        if kwargs is None or kwargs.enabled:
-            return nullcontext()
-        return torch.autocast(self.device_type, enabled=False)
+        return torch.autocast(self.device_type, DTYPES[self.name], **options)
 
     def convert(self, bundle: Bundle) -> Bundle:
         """Make every model's `forward` convert its inputs and outputs."""
-        if self.name in DTYPES:
-            for model in bundle.models:
-                wrap_forward(model, self._around)
+        for model in bundle.models if self.name in DTYPES else ():
+            wrap_forward(model, self._around)
         return bundle
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Do nothing; an engine does it when it steps."""
-
-    step = staticmethod(step_unscaled)
-
-    def state_dict(self) -> StateDict:
-        return self.read_scale()
-
-    def load_state_dict(self, state: StateDict) -> None:
-        self.write_scale(state)
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         dtype = DTYPES[self.name]
@@ -248,10 +280,8 @@ def compute_in_float32(precision: PrecisionPolicy) -> PrecisionPolicy:
         >>> policy.name, policy.scaler
         ('fp16', None)
     """
-    if not isinstance(precision, MixedPrecision):
-        return precision
-    scaling = None if precision.scaling is None else LossScaling(GradScaler(enabled=False))
-    return replace(precision, casts=False, scaling=scaling)
+    scaling = LossScaling(GradScaler(enabled=False))
+    return MixedPrecision(precision.name, precision.device_type, dtype=None, scaling=scaling)
 
 
 def switch_autocast(precision: PrecisionPolicy, casts: bool) -> PrecisionPolicy:
@@ -263,19 +293,21 @@ def switch_autocast(precision: PrecisionPolicy, casts: bool) -> PrecisionPolicy:
         ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
         torch.float32
     """
-    if isinstance(precision, MixedPrecision):
-        return replace(precision, casts=casts)
-    if isinstance(precision, EnginePrecision) and precision.name == "no" and casts:
-        kind = precision.device_type
-        return MixedPrecision(name="no", dtype=torch.get_autocast_dtype(kind), device_type=kind)
-    return precision
+    if isinstance(precision, EnginePrecision):
+        return precision
+    name, kind = precision.name, precision.device_type
+    own = MixedPrecision(name, kind, dtype=None)
+    changed = copy.copy(precision) if isinstance(precision, MixedPrecision) else own
+    changed.dtype = (DTYPES.get(name) or torch.get_autocast_dtype(kind)) if casts else None
+    return changed
 
 
 def with_autocast_options(precision: PrecisionPolicy, options: AutocastKwargs | None) -> PrecisionPolicy:
     """Return a policy with other options of autocast, where it has any."""
-    if not isinstance(precision, MixedPrecision):
-        return precision
-    return replace(precision, options=(options or AutocastKwargs()).to_kwargs())
+    changed = copy.copy(precision)
+    if isinstance(changed, MixedPrecision):
+        changed.options = (options or AutocastKwargs()).to_kwargs()
+    return changed
 
 
 def switch_scaler(precision: PrecisionPolicy, scaler: GradScaler | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import field, replace
 from enum import Enum, auto
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from accel_plugins.precision import PrecisionPolicy
 from accel_plugins.unsharded import States, check_materialised, move_to_device
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
-    from torch.amp.grad_scaler import GradScaler
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from accel_plugins.kwargs import AutocastKwargs
+    from accel_plugins.torchft.groups import ReplicaGroups
     from accel_state.remote import AnyPath
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
@@ -174,92 +174,6 @@ class Generators(Protocol):
         ...
 
 
-class Replicas(Protocol):
-    """Groups of processes that train copies of the model; any group may die and return.
-
-    Ranks, collectives and main process of a run belong to its own group.
-    """
-
-    @property
-    def is_saver(self) -> bool:
-        """Whether this group writes the checkpoints."""
-        ...
-
-    @property
-    def covers(self) -> str:
-        """What collectives cover, for messages, such as `"replica group 1 of 4"`."""
-        ...
-
-    def share(
-        self,
-        read: Callable[[], StateDict],
-        restore: Callable[[StateDict, bool], Mapping[Any, StateDict]],
-        load_last: Callable[[], str | None],
-    ) -> None:
-        """Register how a group gets state other than models and optimizers from another; called once.
-
-        Args:
-            read: Returns the state of everything else; may be called in another thread.
-            restore: Restores it, and returns the positions of loaders, which follow their current batch. Its
-                second argument says whether the optimizers are about to step, having counted that.
-            load_last: Loads the last checkpoint and returns its folder; `None` where there is none.
-        """
-        ...
-
-    def watched(self, loader: Any, begin: Callable[[], Generator[Any]]) -> Generator[Any]:
-        """Yield the batches of an epoch; after this group was healed, from the restored position."""
-        ...
-
-
-class PrecisionPolicy(Protocol):
-    """Decides in which dtypes models compute, and scales losses where the dtype needs it."""
-
-    @property
-    def name(self) -> str:
-        """`"no"`, `"fp16"`, `"bf16"` or `"fp8"`."""
-        ...
-
-    @property
-    def scaler(self) -> GradScaler | None:
-        """The loss scaler, where the policy has one."""
-        ...
-
-    def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a new context in which operations run in the policy's dtype; `kwargs` replace options."""
-        ...
-
-    def convert(self, bundle: Bundle) -> Bundle:
-        """Make the models compute in this format and return float32; names in state dicts do not change.
-
-        Called once per `prepare`, before the strategy wraps. Optimizers in the bundle become known to
-        the loss scaler.
-        """
-        ...
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss, to call `backward` on; only for policies with a loss scaler."""
-        ...
-
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the gradients of these optimizers by the scale, once per step however often it is called."""
-        ...
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        """Unscale if necessary, and step; return False if gradients were not finite and nothing was done.
-
-        Where the device decides, as for fused optimizers, the result is a 0-d tensor on the device.
-        """
-        ...
-
-    def state_dict(self) -> StateDict:
-        """Return the state needed to resume; empty without a loss scaler."""
-        ...
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Resume from a `state_dict`."""
-        ...
-
-
 class FromConfiguration:
     """Base of placeholders for what an engine builds from its configuration, which `prepare` accepts.
 
@@ -366,7 +280,7 @@ class Strategy:
     owns_forward: bool = False
     calls_forward: bool = False
     generators: Generators | None = None
-    replicas: Replicas | None = None
+    replicas: ReplicaGroups | None = None
 
     def __init__(
         self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]

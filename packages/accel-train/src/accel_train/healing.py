@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accel_plugins.strategy import Replicas
 from accel_train.checkpoint.context import CheckpointContext
 
+if TYPE_CHECKING:
+    from accel_plugins.torchft.groups import ReplicaGroups
 
-def share_state(replicas: Replicas, run: CheckpointContext, accelerator: Any) -> None:
+
+def share_state(replicas: ReplicaGroups, run: CheckpointContext, accelerator: Any) -> None:
     """Share schedulers, loss scaler, registered objects, step counters and loader positions between groups.
 
     Args:

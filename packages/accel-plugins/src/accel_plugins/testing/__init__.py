@@ -1,4 +1,4 @@
-"""Conformance checks of strategies and precision policies, for third parties to run on theirs.
+"""Conformance checks of strategies, for third parties to run on theirs.
 
 A third party tests a strategy in a few lines, on every rank of a process group (or in one process):
 
@@ -12,7 +12,7 @@ A third party tests a strategy in a few lines, on every rank of a process group 
             directory=tmp_path,
         ))
 
-`STRATEGY_CHECKS` and `PRECISION_CHECKS` map names to single checks, to run one by one.
+`STRATEGY_CHECKS` maps names to single checks, to run one by one.
 """
 
 from accel_state.lazy import attach

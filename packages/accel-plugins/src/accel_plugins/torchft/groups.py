@@ -96,7 +96,7 @@ class ReplicaGroups:
         self._participants = settings.groups
         self._alone_since = 0
 
-    # The methods of `Replicas`.
+    # What checkpoints and loaders ask.
 
     @property
     def is_saver(self) -> bool:
@@ -116,7 +116,14 @@ class ReplicaGroups:
         restore: Callable[[StateDict, bool], Mapping[Any, StateDict]],
         load_last: Callable[[], str | None],
     ) -> None:
-        """Register how the state besides models and optimizers is read and restored."""
+        """Register how a group gets state other than models and optimizers from another; called once.
+
+        Args:
+            read: Returns the state of everything else; may be called in another thread.
+            restore: Restores it, and returns the positions of loaders, which follow their current batch. Its
+                second argument says whether the optimizers are about to step, having counted that.
+            load_last: Loads the last checkpoint and returns its folder; `None` where there is none.
+        """
         self._read, self._restore, self._load_last = read, restore, load_last
 
     def watched(self, loader: Any, begin: Callable[[], Generator[Any]]) -> Generator[Any]:

@@ -50,7 +50,7 @@ from accel_train.data.shards import (
 from accel_train.data.transfer import BatchTransfer, batch_transfer
 
 if TYPE_CHECKING:
-    from accel_plugins.strategy import Replicas
+    from accel_plugins.torchft.groups import ReplicaGroups
     from accel_train.checkpoint.preemption import Preemption
     from accel_train.profiling import StepMeter
 
@@ -144,7 +144,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         shard_sequences (Callable | None): Shards the sequences of a batch; they stay full if `None`.
         meter (StepMeter | None): Measures the time that the loop waits for each batch.
         preemption (Preemption | None): Detects when a step ends.
-        replicas (Replicas | None): Sets the position after a replica group was healed.
+        replicas (ReplicaGroups | None): Sets the position after a replica group was healed.
         resume_mid_epoch (bool): Whether `load_state` resumes it at the next batch, stateful or not.
 
     Raises:
@@ -154,7 +154,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
     shard_sequences: Callable[[Any], Any] | None = None
     meter: StepMeter | None = None
     preemption: Preemption | None = None
-    replicas: Replicas | None = None
+    replicas: ReplicaGroups | None = None
     resume_mid_epoch: bool = False
     _stateful_class: Any = None
 
