@@ -30,7 +30,6 @@ STREAMS = re.compile(
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 OPTIONAL = (
     "matplotlib",
-    "plotly",
     "prompt_toolkit",
     "questionary",
     "rich",

@@ -97,7 +97,6 @@ def test_the_copy_of_a_handler_does_not_share_its_containers():
                 "with_flops": False,
                 "with_modules": False,
                 "output_trace_dir": None,
-                "flame_graph": False,
             },
         ),
         (InitProcessGroupKwargs, {"backend": "nccl", "init_method": None, "timeout": timedelta(minutes=10)}),
@@ -163,7 +162,6 @@ def test_a_bad_field_is_refused_with_its_name_and_value(make: Any, message: str)
             lambda: DistributedDataParallelKwargs(comm_hook="fp16", comm_state_option={"a": 1}),  # type: ignore[arg-type]
             "comm_state_option={'a': 1}) has no effect with comm_hook='fp16'",
         ),
-        (lambda: ProfileKwargs(flame_graph=True), "flame_graph=True) has no effect without output_trace_dir"),
     ],
 )
 def test_an_option_without_effect_is_named_once(make: Any, message: str, caplog: pytest.LogCaptureFixture):

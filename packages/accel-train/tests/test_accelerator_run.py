@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from copy import copy
 from types import ModuleType
@@ -37,33 +36,6 @@ def test_a_trace_is_written_and_can_be_read(tmp_path):
         torch.ones(3, 3) @ torch.ones(3, 3)
     assert {"my region", "aten::matmul"} <= names_in(tmp_path / "new" / "profile_0.json")
     assert any(event.key == "aten::matmul" for event in profiler.key_averages())
-
-
-def test_a_flame_graph_is_written_and_loads_nothing(tmp_path):
-    pytest.importorskip("plotly")
-    handler = ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path), flame_graph=True)
-    with Accelerator(cpu=True).profile(handler), torch.profiler.record_function("my <b>region"):
-        torch.ones(3, 3) @ torch.ones(3, 3)
-    page = (tmp_path / "profile_0.html").read_text()
-    assert '"aten::matmul"' in page
-    assert "plotly.js v" in page
-    assert not re.search(r"""<(script|link)[^>]+(src|href)=["']?https?:""", page)
-
-
-def test_a_flame_graph_adds_up_equal_call_paths_of_each_thread():
-    pytest.importorskip("plotly")
-    from accel_train.profiling import read_frames
-
-    def call(name, start, end, thread=1):
-        span = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": thread}
-        return {**span, "name": name, "ts": start, "dur": end - start}
-
-    events = [call("a", 0, 10), call("b", 1, 4), call("b", 4, 9), call("c", 5, 6), call("b", 2, 3, thread=2)]
-    root = read_frames([*events, {"ph": "i", "cat": "cpu_op", "name": "a mark"}])
-    assert {name: frame.microseconds for name, frame in root.children.items()} == {"a": 10, "b": 1}
-    inner = root.children["a"].children["b"]
-    assert (inner.microseconds, inner.calls) == (8, 2)
-    assert inner.children["c"].microseconds == 1
 
 
 def test_an_accelerator_shows_its_run():

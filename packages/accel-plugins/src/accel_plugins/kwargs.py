@@ -17,10 +17,7 @@ from accel_state import environ
 from accel_state.errors import SettingsError, did_you_mean
 from accel_state.files import any_path
 from accel_state.labels import DynamoBackend
-from accel_state.logging import get_logger
 from accel_state.settings.model import parse_environ
-
-_logger = get_logger(__name__)
 
 
 class KwargsHandler:
@@ -491,8 +488,6 @@ class ProfileKwargs(KwargsHandler):
         with_flops: Whether floating point operations are estimated.
         with_modules: Whether the hierarchy of modules is recorded.
         output_trace_dir: Directory into which `Accelerator.profile` writes a Chrome trace of each process.
-        flame_graph: Whether a flame graph `profile_<rank>.html` that opens offline is written next to each
-            trace, which needs plotly; `with_stack` adds Python functions to it.
 
     Raises:
         SettingsError: A field has another type.
@@ -513,15 +508,10 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool = False
     with_modules: bool = False
     output_trace_dir: str | None = None
-    flame_graph: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         expect_flags(self)
         expect(self, "activities", "a list of names, or None", lambda value: not isinstance(value, str))
-        if self.flame_graph and self.output_trace_dir is None:
-            _logger.warning_once(
-                "ProfileKwargs(flame_graph=True) has no effect without output_trace_dir, where it is written."
-            )
 
     def _get_profiler_activity(self, activity: ActivityName) -> ProfilerActivity:
         """Return torch's member for the name of an activity.

@@ -1,18 +1,16 @@
-"""Profile a block into Chrome traces and flame graphs; meter the steps of the training loop."""
+"""Profile a block into Chrome traces; meter the steps of the training loop."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from accel_state import hang_monitor
-from accel_state.libraries import require
 from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
 
@@ -34,8 +32,6 @@ logger = get_logger(__name__)
 @contextmanager
 def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
     """Profile the block, as `Accelerator.profile`; all ranks wait until every trace is written."""
-    if handler.flame_graph:
-        require("plotly", "ProfileKwargs(flame_graph=True)", install="accel-train[plot]")
     if handler.output_trace_dir is None:
         with handler.build() as profiler:
             yield profiler
@@ -49,10 +45,7 @@ def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
         directory.mkdir(parents=True, exist_ok=True)
         cycle = next(cycles)
         suffix = f"{rank}_{cycle}" if cycle else f"{rank}"
-        path = directory / PROFILE_PATTERN_NAME.format(suffix=suffix)
-        profiler.export_chrome_trace(str(path))
-        if handler.flame_graph:
-            write_flame_graph(path, path.with_suffix(".html"))
+        profiler.export_chrome_trace(str(directory / PROFILE_PATTERN_NAME.format(suffix=suffix)))
 
     with replace(handler, on_trace_ready=write).build() as profiler:
         yield profiler
@@ -66,86 +59,6 @@ def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
             main_process_only=False,
         )
     runtime.barrier()
-
-
-CATEGORIES = frozenset({"cpu_op", "user_annotation", "python_function", "cuda_runtime"})
-"""The categories of events that nest on a thread of the host."""
-_MIN_SHARE = 0.001
-"""The share of the time below which a flame graph omits a call."""
-
-
-@dataclass(slots=True)
-class Frame:
-    """A call path, with the total time of its calls."""
-
-    name: str
-    microseconds: float = 0.0
-    calls: int = 0
-    children: dict[str, Frame] = field(default_factory=dict[str, "Frame"])
-
-    def above(self, least: float) -> list[Frame]:
-        """Return the children that took at least so many microseconds."""
-        return [child for child in self.children.values() if child.microseconds >= least]
-
-
-def read_frames(events: Iterable[dict[str, Any]]) -> Frame:
-    """Nest the events of each thread of a trace by time, and add up equal call paths.
-
-    Example:
-        >>> outer = {"ph": "X", "cat": "cpu_op", "name": "outer", "ts": 0, "dur": 10, "pid": 1, "tid": 1}
-        >>> inner = {**outer, "name": "inner", "ts": 2, "dur": 4}
-        >>> read_frames([inner, outer]).children["outer"].children["inner"].microseconds
-        4.0
-    """
-    spans = [event for event in events if event.get("ph") == "X" and event.get("cat") in CATEGORIES]
-    root = Frame("all threads")
-    threads: dict[Any, list[tuple[float, Frame]]] = {}
-    for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
-        open_frames = threads.setdefault((event["pid"], event["tid"]), [])
-        while open_frames and open_frames[-1][0] <= event["ts"]:
-            open_frames.pop()
-        parent = open_frames[-1][1] if open_frames else root
-        frame = parent.children.setdefault(event["name"], Frame(event["name"]))
-        frame.microseconds += float(event["dur"])
-        frame.calls += 1
-        open_frames.append((event["ts"] + event["dur"], frame))
-    root.microseconds = sum(frame.microseconds for frame in root.children.values())
-    return root
-
-
-def _rows_of(frame: Frame, path: str, parent: str, least: float) -> Iterator[tuple[str, str, Frame]]:
-    yield path, parent, frame
-    for child in frame.above(least):
-        yield from _rows_of(child, f"{path}\n{child.name}", path, least)
-
-
-def write_flame_graph(trace: Path, page: Path) -> None:
-    """Write the flame graph of a Chrome trace as an HTML page."""
-    from plotly.graph_objects import Figure, Icicle
-
-    root = read_frames(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
-    least = _MIN_SHARE * root.microseconds
-    rows = [*_rows_of(root, root.name, "", least)]
-    figure = Figure(
-        Icicle(
-            ids=[path for path, _, _ in rows],
-            parents=[parent for _, parent, _ in rows],
-            labels=[frame.name for _, _, frame in rows],
-            values=[
-                max(0.0, frame.microseconds - sum(child.microseconds for child in frame.above(least)))
-                for _, _, frame in rows
-            ],
-            customdata=[(frame.microseconds / 1000, frame.calls) for _, _, frame in rows],
-            branchvalues="remainder",  # a parent's value is its self time: rounding cannot contradict it
-            tiling={"orientation": "v"},
-            hovertemplate="%{label}<br>%{customdata[0]:.3f} ms, %{customdata[1]} call(s)<extra></extra>",
-        )
-    )
-    figure.update_layout(
-        title=f"{trace.name}: time on the host by call (click to enlarge)",
-        margin={"t": 50, "l": 5, "r": 5, "b": 5},
-    )
-    figure.write_html(page, include_plotlyjs=True)
 
 
 _GIB = 2**30

@@ -1782,15 +1782,13 @@ class Accelerator(RankMethods):
         """Record the block with `torch.profiler`.
 
         With `output_trace_dir`, every process writes a Chrome trace `profile_<rank>.json` there, and one
-        `profile_<rank>_<n>.json` for every further cycle of `schedule_option`. With `flame_graph` there is an
-        HTML page of each, which opens offline.
+        `profile_<rank>_<n>.json` for every further cycle of `schedule_option`.
 
         Args:
             profile_handler: The options; the accelerator's `ProfileKwargs` if `None`.
 
         Raises:
             SettingsError: The profiler cannot be built with the handler's options.
-            MissingDependencyError: A flame graph needs plotly, which is not installed.
 
         Example:
             >>> import torch
