@@ -24,7 +24,7 @@ def current_version(root: Path) -> str:
 
 
 def set_version(root: Path, version: str, today: str) -> list[Path]:
-    """Replace the version in every pyproject.toml, and date its section of the changelog.
+    """Replace the version in every pyproject.toml and CITATION.cff, and date its section of the changelog.
 
     Returns:
         The changed files.
@@ -46,7 +46,9 @@ def set_version(root: Path, version: str, today: str) -> list[Path]:
         text = re.sub(rf'("accel-[\w\[\]-]+)=={re.escape(old)}"', rf'\g<1>=={version}"', text)
         path.write_text(text)
         changed.append(path)
-    return changed
+    citation = root / "CITATION.cff"
+    citation.write_text(citation.read_text().replace(f"\nversion: {old}\n", f"\nversion: {version}\n"))
+    return [*changed, citation]
 
 
 def main() -> int:

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    for path in [ROOT / "pyproject.toml", ROOT / "CHANGELOG.md", *ROOT.glob("packages/*/pyproject.toml")]:
+    tops = [ROOT / name for name in ("pyproject.toml", "CHANGELOG.md", "CITATION.cff")]
+    for path in [*tops, *ROOT.glob("packages/*/pyproject.toml")]:
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
@@ -30,6 +31,7 @@ def test_every_package_has_the_new_version_and_pins_its_siblings_to_it(tree: Pat
     release.set_version(tree, "7.8.9", "2030-01-02")
     assert release.current_version(tree) == "7.8.9"
     assert not [*house_rules.one_version(tree)]
+    assert "\nversion: 7.8.9\n" in (tree / "CITATION.cff").read_text()
     assert changelog.read_text() == "# Changelog\n\n## 7.8.9, 2030-01-02\n"
 
 
