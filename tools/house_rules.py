@@ -1,10 +1,9 @@
 """Check the house rules of the layout that no linter has.
 
-environment    only accel_state/environ.py touches the environment
-late-import    imports are at the top; laziness is in tables, or in a function for what is OPTIONAL
 streams        only accel_state/streams.py makes streams, events, pinned memory, and copies that nobody
                waits for
 torch-private  only accel_state/torch_private.py imports the private modules and names of torch
+siblings       members declare the members that they import, and the reverse
 one-version    one version everywhere, and members pin each other to it
 """
 
@@ -14,106 +13,60 @@ import ast
 import re
 import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 STREAMS = re.compile(
     r"torch\.(Stream|Event"
     r"|(accelerator|cuda|xpu|npu|mlu)\.(Stream|Event|stream|current_stream|default_stream|set_stream|synchronize))$"
 )
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-OPTIONAL = (
-    "matplotlib",
-    "prompt_toolkit",
-    "questionary",
-    "rich",
-    "torch.distributed.algorithms",
-    "tqdm",
-)
-"""Libraries that are slow to import, and modules of torch: a function that needs them imports them."""
+ALLOCATIONS = {"empty", "zeros", "empty_like", "zeros_like", "tensor"}
 HOST_COPIES = {
     "packages/accel-train/src/accel_train/data/transfer.py",  # batches: events, or the queue, order them
     "packages/accel-trackers/src/accel_trackers/values.py",  # logged values: an event orders them
 }
 """Files whose copies nobody waits for at once; each says what orders them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A shipped Python file: its path from the root, its syntax tree."""
-
-    path: str
-    tree: ast.Module
+METAPACKAGE = "accel-suite"
+OURS = re.compile(r"^\s*(?:from|import) (accel\w*)", re.MULTILINE)
+NAME = re.compile(r"[\w-]+")
 
 
 def main() -> int:
     """Print every breach; return 1 if there are any."""
-    paths = sorted(ROOT.glob("packages/*/src/**/*.py"))
-    files = [Source(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())) for path in paths]
-    breaches = [breach for source in files for rule in RULES for breach in rule(source)]
-    breaches += one_version(ROOT)
+    breaches = [*one_version(ROOT), *siblings()]
+    for file in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        path, tree = file.relative_to(ROOT).as_posix(), ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            where = f"{path}:{getattr(node, 'lineno', 0)}"
+            named = None if path.endswith("accel_state/streams.py") else asynchronous(node)
+            if named is not None and (named not in {"to", "send_to_device"} or path not in HOST_COPIES):
+                breaches.append(f"streams: {where}: {named}: use accel_state.streams")
+            if not path.endswith("accel_state/torch_private.py"):
+                private = [name for name in imported(node) if re.match(r"torch\.(.*\.)?_", name)]
+                breaches += [
+                    f"torch-private: {where}: {name}: import it in torch_private.py" for name in private
+                ]
     print(*breaches, f"{len(breaches)} breaches", sep="\n")
     return int(bool(breaches))
 
 
-def environment(source: Source) -> Iterator[str]:
-    """Only one module of the packages touches the environment."""
-    if source.path.endswith("accel_state/environ.py"):
-        return
-    for node in ast.walk(source.tree):
-        match node:
-            case ast.Attribute(value=ast.Name(id="os"), attr=attribute) if attribute in ENVIRONMENT:
-                named = attribute
-            case ast.ImportFrom(module="os", names=names) if {alias.name for alias in names} & ENVIRONMENT:
-                named = "import"
-            case _:
-                continue
-        yield f"environment: {source.path}:{node.lineno}: {named}: ask accel_state.environ"
-
-
-def late_import(source: Source) -> Iterator[str]:
-    """Imports are at the top of the file."""
-    for function in (node for node in ast.walk(source.tree) if isinstance(node, FUNCTIONS)):
-        for node in ast.walk(function):
-            match node:
-                case ast.Import(names=names):
-                    modules = [alias.name for alias in names]
-                case ast.ImportFrom(module=str(module)):
-                    modules = [module]
-                case _:
-                    continue
-            for module in modules:
-                if any(module == name or module.startswith(f"{name}.") for name in OPTIONAL):
-                    continue
-                yield f"late-import: {source.path}:{node.lineno}: {module}: move it to the top"
-
-
-def streams(source: Source) -> Iterator[str]:
-    """Only the seam touches what is asynchronous on a device."""
-    if source.path.endswith("accel_state/streams.py"):
-        return
-    for node in ast.walk(source.tree):
-        match node:
-            case ast.Call(func=ast.Attribute() as function) if STREAMS.match(named := ast.unparse(function)):
-                pass
-            case ast.Call(func=ast.Attribute(attr="pin_memory" as named)):
-                pass
-            case ast.Call(func=ast.Attribute(attr="record_stream" as named), args=[_]):
-                pass  # a tensor's; that of the seam has two arguments
-            case ast.Call(func=ast.Attribute(attr=named) | ast.Name(id=named), keywords=keywords) if any(
-                _is_asynchronous(named, keyword) for keyword in keywords
-            ):
-                pass
-            case _:
-                continue
-        if named not in {"to", "send_to_device"} or source.path not in HOST_COPIES:
-            yield f"streams: {source.path}:{node.lineno}: {named}: use accel_state.streams"
+def asynchronous(node: ast.AST) -> str | None:
+    """Return the name of a call that only the seam may make: of what is asynchronous on a device."""
+    match node:
+        case ast.Call(func=ast.Attribute() as function) if STREAMS.match(named := ast.unparse(function)):
+            return named
+        case ast.Call(func=ast.Attribute(attr="pin_memory" as named)):
+            return named
+        case ast.Call(func=ast.Attribute(attr="record_stream" as named), args=[_]):
+            return named  # a tensor's; that of the seam has two arguments
+        case ast.Call(func=ast.Attribute(attr=named) | ast.Name(id=named), keywords=keywords):
+            return named if any(_is_asynchronous(named, keyword) for keyword in keywords) else None
+        case _:
+            return None
 
 
 def _is_asynchronous(function: str, keyword: ast.keyword) -> bool:
@@ -121,59 +74,58 @@ def _is_asynchronous(function: str, keyword: ast.keyword) -> bool:
 
     A caller's own `non_blocking` may be passed on, but to `copy_`.
     """
-    if keyword.arg == "non_blocking":
-        match keyword.value:
-            case ast.Constant(value=False):
-                return False
-            case ast.Name(id="non_blocking") | ast.Attribute(attr="non_blocking"):
-                return function == "copy_"
-            case _:
-                return True
-    return keyword.arg == "pin_memory" and function in {
-        "empty",
-        "zeros",
-        "empty_like",
-        "zeros_like",
-        "tensor",
-    }
+    match keyword:
+        case ast.keyword(arg="non_blocking", value=ast.Constant(value=False)):
+            return False
+        case ast.keyword(arg="non_blocking", value=ast.Name(id=passed) | ast.Attribute(attr=passed)):
+            return passed != "non_blocking" or function == "copy_"
+        case _:
+            return keyword.arg == "non_blocking" or (keyword.arg == "pin_memory" and function in ALLOCATIONS)
 
 
-def torch_private(source: Source) -> Iterator[str]:
-    """One module imports torch's private modules and names; private attributes are read wherever needed."""
-    if source.path.endswith("accel_state/torch_private.py"):
-        return
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Import):
-            paths = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            paths = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for path in paths:
-            top, *names = path.split(".")
-            if top == "torch" and any(name.startswith("_") for name in names):
-                yield f"torch-private: {source.path}:{node.lineno}: {path}: import it in torch_private.py"
+def imported(node: ast.AST) -> list[str]:
+    """Return the full names that a statement imports."""
+    match node:
+        case ast.Import(names=names):
+            return [alias.name for alias in names]
+        case ast.ImportFrom(module=str(module), names=names):
+            return [f"{module}.{alias.name}" for alias in names]
+        case _:
+            return []
 
 
-RULES: tuple[Callable[[Source], Iterator[str]], ...] = (environment, late_import, streams, torch_private)
+def projects(root: Path) -> dict[str, dict[str, Any]]:
+    """Return what the members say of themselves, by folder."""
+    paths = sorted(root.glob("packages/*/pyproject.toml"))
+    return {path.parent.name: tomllib.loads(path.read_text())["project"] for path in paths}
+
+
+def siblings() -> Iterator[str]:
+    """Members declare the members that they import; the metapackage declares all below it."""
+    members = projects(ROOT)
+    for name, project in members.items():
+        needed = {match[0] for line in project["dependencies"] if (match := NAME.match(line))}
+        files = ROOT.glob(f"packages/{name}/src/**/*.py*")
+        modules = {module for file in files for module in OURS.findall(file.read_text())}
+        used = {METAPACKAGE if module == "accel" else module.replace("_", "-") for module in modules}
+        wanted = used & members.keys() - {name}
+        if name == METAPACKAGE:
+            wanted = {one for one in members if METAPACKAGE not in str(members[one]["dependencies"])} - {name}
+        for other in sorted(wanted ^ (needed & members.keys())):
+            yield f"siblings: {name} {'does not declare' if other in wanted else 'does not import'} {other}"
 
 
 def one_version(root: Path) -> Iterator[str]:
     """Every member has the root's version and pins other members to exactly that."""
     wanted: str = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
-    projects = {
-        path.parent.name: tomllib.loads(path.read_text())["project"]
-        for path in sorted(root.glob("packages/*/pyproject.toml"))
-    }
-    for folder, project in projects.items():
-        if project["name"] != folder:
-            yield f"one-version: {folder} is the folder of the distribution {project['name']!r}"
-        if project["version"] != wanted:
-            yield f"one-version: {folder} has version {project['version']}, the workspace {wanted}"
+    members = projects(root)
+    for folder, project in members.items():
+        if (project["name"], project["version"]) != (folder, wanted):
+            yield f"one-version: {folder} is {project['name']} {project['version']}, the workspace {wanted}"
         extras = project.get("optional-dependencies", {}).values()
         for requirement in (*project["dependencies"], *(line for extra in extras for line in extra)):
             name = re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0]
-            if name in projects and not requirement.endswith(f"=={wanted}"):
+            if name in members and not requirement.endswith(f"=={wanted}"):
                 yield f"one-version: {folder}: {requirement!r} is not pinned to =={wanted}"
 
 

@@ -35,8 +35,9 @@ def targets() -> dict[str, str]:
     """Return what each way of writing a public name leads to."""
     found: dict[str, str] = {}
     for entry in sorted(entries().values(), key=lambda entry: entry.path.startswith("accel_")):
-        for way in (entry.path, f"{entry.defined}.{entry.name}", entry.name):
-            found.setdefault(way, entry.path)
+        for module in (*entry.exporters, entry.defined):
+            found.setdefault(f"{module}.{entry.name}", entry.path)
+        found.setdefault(entry.name, entry.path)
     accelerator = found["Accelerator"]
     (value,) = (entry.value for entry in entries().values() if entry.path == accelerator)
     for name, member in inspect.getmembers(value):

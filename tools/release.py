@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
-import sys
 import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,11 +22,8 @@ def current_version(root: Path) -> str:
     return tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
 
 
-def set_version(root: Path, version: str, today: str) -> list[Path]:
-    """Replace the version in every pyproject.toml and CITATION.cff, and date its section of the changelog.
-
-    Returns:
-        The changed files.
+def set_version(root: Path, version: str, today: str) -> None:
+    """Set the version in every pyproject.toml, CITATION.cff and `accel`; date its section of the changelog.
 
     Raises:
         SystemExit: The changelog has no section of this version that is not released yet.
@@ -39,16 +35,15 @@ def set_version(root: Path, version: str, today: str) -> list[Path]:
     if heading not in text:
         raise SystemExit(f"CHANGELOG.md has no line {heading!r}: describe the release there first.")
     changelog.write_text(text.replace(heading, f"## {version}, {today}"))
-    changed = [changelog]
-    for path in [root / "pyproject.toml", *sorted(root.glob("packages/*/pyproject.toml"))]:
+    module = root / "packages/accel-suite/src/accel/__init__.py"
+    for path in [root / "pyproject.toml", module, *sorted(root.glob("packages/*/pyproject.toml"))]:
         text = path.read_text()
-        text = re.sub(rf'^version = "{re.escape(old)}"$', f'version = "{version}"', text, flags=re.MULTILINE)
+        own = rf'^(version|__accel_version__) = "{re.escape(old)}"$'
+        text = re.sub(own, rf'\g<1> = "{version}"', text, flags=re.MULTILINE)
         text = re.sub(rf'("accel-[\w\[\]-]+)=={re.escape(old)}"', rf'\g<1>=={version}"', text)
         path.write_text(text)
-        changed.append(path)
     citation = root / "CITATION.cff"
     citation.write_text(citation.read_text().replace(f"\nversion: {old}\n", f"\nversion: {version}\n"))
-    return [*changed, citation]
 
 
 def main() -> int:
@@ -69,7 +64,6 @@ def main() -> int:
     if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", version):
         parser.error(f"{version!r} is not a version such as 0.2.0 or 0.2.0rc1")
     set_version(ROOT, version, datetime.now(UTC).date().isoformat())
-    subprocess.run([sys.executable, "tools/gen_exports.py"], cwd=ROOT, check=True)
     subprocess.run(["uv", "lock", "--quiet"], cwd=ROOT, check=True)
     print(f"Now: git commit -am 'Release {version}' && git tag v{version} && git push origin main v{version}")
     return 0

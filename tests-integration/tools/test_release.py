@@ -13,11 +13,12 @@ import house_rules
 import release
 
 ROOT = Path(__file__).resolve().parents[2]
+MODULE = "packages/accel-suite/src/accel/__init__.py"
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    tops = [ROOT / name for name in ("pyproject.toml", "CHANGELOG.md", "CITATION.cff")]
+    tops = [ROOT / name for name in ("pyproject.toml", "CHANGELOG.md", "CITATION.cff", MODULE)]
     for path in [*tops, *ROOT.glob("packages/*/pyproject.toml")]:
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -32,6 +33,7 @@ def test_every_package_has_the_new_version_and_pins_its_siblings_to_it(tree: Pat
     assert release.current_version(tree) == "7.8.9"
     assert not [*house_rules.one_version(tree)]
     assert "\nversion: 7.8.9\n" in (tree / "CITATION.cff").read_text()
+    assert '__accel_version__ = "7.8.9"' in (tree / MODULE).read_text()
     assert changelog.read_text() == "# Changelog\n\n## 7.8.9, 2030-01-02\n"
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from cases import cases
 
-SURFACE = json.loads((Path(__file__).resolve().parents[1] / "surface.json").read_text())["modules"]
+TESTS = Path(__file__).resolve().parents[2] / "packages" / "accel-suite" / "tests"
+SURFACE = json.loads((TESTS / "surface.json").read_text())["modules"]
 FUNCTIONS = tuple(
     (module.partition(".")[2], name)
     for module, names in SURFACE.items()

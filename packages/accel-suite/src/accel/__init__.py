@@ -1,4 +1,4 @@
-"""One training script, unchanged, on any number of devices. Written by tools/gen_exports.py."""
+"""One training script, unchanged, on any number of devices."""
 
 from accel_state.lazy import attach
 

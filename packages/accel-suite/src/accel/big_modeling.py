@@ -1,4 +1,4 @@
-"""Models larger than memory. Written by tools/gen_exports.py."""
+"""Models larger than memory."""
 
 from accel_state.lazy import attach
 

@@ -1,4 +1,4 @@
-"""What a saved state consists of. Written by tools/gen_exports.py."""
+"""What a saved state consists of."""
 
 from accel_state.lazy import attach
 

@@ -1,4 +1,4 @@
-"""Data loaders that give each process its share. Written by tools/gen_exports.py."""
+"""Data loaders that give each process its share."""
 
 from accel_state.lazy import attach
 

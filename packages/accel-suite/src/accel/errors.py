@@ -1,4 +1,4 @@
-"""The errors that accel raises on purpose. Written by tools/gen_exports.py."""
+"""The errors that accel raises on purpose."""
 
 from accel_state.lazy import attach
 

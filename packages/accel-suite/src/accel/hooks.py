@@ -1,4 +1,4 @@
-"""Hooks around a module's forward pass. Written by tools/gen_exports.py."""
+"""Hooks around a module's forward pass."""
 
 from accel_state.lazy import attach
 

@@ -1,4 +1,4 @@
-"""Pipelined inference over several devices. Written by tools/gen_exports.py."""
+"""Pipelined inference over several devices."""
 
 from accel_state.lazy import attach
 

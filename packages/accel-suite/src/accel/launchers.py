@@ -1,4 +1,4 @@
-"""Starting processes from a notebook or a test. Written by tools/gen_exports.py."""
+"""Starting processes from a notebook or a test."""
 
 from accel_state.lazy import attach
 

@@ -1,4 +1,4 @@
-"""Training in which processes agree only now and then. Written by tools/gen_exports.py."""
+"""Training in which processes agree only now and then."""
 
 from accel_state.lazy import attach
 

@@ -1,4 +1,4 @@
-"""Loggers that speak once per run rather than once per process. Written by tools/gen_exports.py."""
+"""Loggers that speak once per run rather than once per process."""
 
 from accel_state.lazy import attach
 

@@ -1,4 +1,4 @@
-"""The optimizer that `prepare` returns. Written by tools/gen_exports.py."""
+"""The optimizer that `prepare` returns."""
 
 from accel_state.lazy import attach
 

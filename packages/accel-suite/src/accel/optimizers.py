@@ -1,4 +1,4 @@
-"""Optimizers that know shards. Written by tools/gen_exports.py."""
+"""Optimizers that know shards."""
 
 from accel_state.lazy import attach
 

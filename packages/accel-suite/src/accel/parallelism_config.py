@@ -1,4 +1,4 @@
-"""The sizes of the axes of a device mesh. Written by tools/gen_exports.py."""
+"""The sizes of the axes of a device mesh."""
 
 from accel_state.lazy import attach
 

@@ -1,4 +1,4 @@
-"""The scheduler that `prepare` returns. Written by tools/gen_exports.py."""
+"""The scheduler that `prepare` returns."""
 
 from accel_state.lazy import attach
 

@@ -1,4 +1,4 @@
-"""What can be set from outside a script, typed. Written by tools/gen_exports.py."""
+"""What can be set from outside a script, typed."""
 
 from accel_state.lazy import attach
 

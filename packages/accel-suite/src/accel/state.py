@@ -1,4 +1,4 @@
-"""What this process is: rank, device, precision, accumulation. Written by tools/gen_exports.py."""
+"""What this process is: rank, device, precision, accumulation."""
 
 from accel_state.lazy import attach
 

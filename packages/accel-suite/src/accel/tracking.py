@@ -1,4 +1,4 @@
-"""Experiment trackers. Written by tools/gen_exports.py."""
+"""Experiment trackers."""
 
 from accel_state.lazy import attach
 

@@ -1,4 +1,4 @@
-"""Names under the path by which users of Accelerate import them. Written by tools/gen_exports.py."""
+"""Names under the path by which users of Accelerate import them."""
 
 import sys
 from functools import partial

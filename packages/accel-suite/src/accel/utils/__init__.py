@@ -1,4 +1,4 @@
-"""Nested data, settings, availability, plugin dataclasses. Written by tools/gen_exports.py."""
+"""Nested data, settings, availability, plugin dataclasses."""
 
 from accel_state.lazy import attach
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine is wrapped in. Written by tools/gen_exports.py."""
+"""What DeepSpeed's engine is wrapped in."""
 
 from accel_state.lazy import attach
 

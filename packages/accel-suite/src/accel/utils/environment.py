@@ -1,4 +1,4 @@
-"""Environment variables, CPU topology and driver facts. Written by tools/gen_exports.py."""
+"""Environment variables, CPU topology and driver facts."""
 
 from accel_state.lazy import attach
 

@@ -1,4 +1,4 @@
-"""Sharded models and their checkpoints. Written by tools/gen_exports.py."""
+"""Sharded models and their checkpoints."""
 
 from accel_state.lazy import attach
 

@@ -1,4 +1,4 @@
-"""`python -m accel.commands.config` is `accel config`. Written by tools/gen_exports.py."""
+"""`python -m accel.commands.config` is `accel config`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A script that tests start by its path. Written by tools/gen_exports.py."""
+"""A script that tests start by its path."""
 
 from accel_train.testing.processes import print_devices as main
 

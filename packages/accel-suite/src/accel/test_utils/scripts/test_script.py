@@ -1,4 +1,4 @@
-"""A script that tests start by its path. Written by tools/gen_exports.py."""
+"""A script that tests start by its path."""
 
 from accel_cli.commands.selftest_checks import check_script as main
 
