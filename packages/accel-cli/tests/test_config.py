@@ -9,7 +9,6 @@ from accel_cli.commands import config
 from accel_cli.commands.config import REMOVED, RESHARD, to_fsdp2
 from accel_cli.config_file import format_config, read_config, write
 from accel_cli.main import main
-from accel_cli.programs import convert_config_to_fsdp2
 from accel_state.errors import SettingsError
 from accel_state.settings import merge_layers
 
@@ -69,11 +68,6 @@ def test_what_cannot_be_rewritten_is_reported(old, parts):
     with pytest.raises(SettingsError) as caught:
         to_fsdp2(old)
     assert [part for part in parts if part not in str(caught.value)] == []
-
-
-@pytest.mark.parametrize("config", [{}, fsdp_content(fsdp_version=2)])
-def test_the_function_returns_what_needs_no_rewriting_as_it_is(config):
-    assert convert_config_to_fsdp2(config) == config
 
 
 def test_the_command_writes_a_new_file_and_never_over_another_one_unasked(tmp_path, capsys):

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_cli import programs
 from accel_cli.main import main
 from accel_inspect.arguments import CHECK, DOCTOR, ESTIMATE
 from accel_state.errors import SettingsError
@@ -122,7 +121,3 @@ def test_help_and_the_overview_name_the_commands(capsys):
         with pytest.raises(SystemExit):
             main([name, "--help"])
         assert f"usage: accel {name}" in capsys.readouterr().out
-
-
-def test_the_parser_of_estimates_serves_other_programs():
-    assert programs.estimate_command_parser().prog == "accel estimate-memory"

@@ -1,180 +1,52 @@
-"""Python API of the command: parsers, functions that run a namespace, config files as records.
+"""What programs embed of the command: the parser of `launch`, environments of processes, config files.
 
-With `subparsers`, a parser is added as a subcommand to another parser. A function takes the namespace of its
-parser; missing attributes have their defaults. For `launch` the attributes are each flag, spelled without
-dashes, `training_script` and `training_script_args`; attributes that are `None`, false or empty count as not
-set.
+A function takes the namespace of a parser; missing attributes have their defaults. The attributes are each
+flag of `accel launch`, spelled without dashes, `training_script` and `training_script_args`; attributes that
+are `None`, false or empty count as not set.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 import threading
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import Any
 
 from accel_cli.arguments import FLAGS, HELP, USAGE, read_arguments
-from accel_cli.commands.config import to_fsdp2
-from accel_cli.config_file import read_config, write
+from accel_cli.config_file import read_config
 from accel_cli.launch import launchers, sagemaker
 from accel_cli.launch.command import make_plan, plan_launch, probe_host
 from accel_cli.launch.launchers import LAUNCHERS, xla_formats
 from accel_cli.launch.plan import LaunchPlan
-from accel_cli.main import Subcommand, find_command
 from accel_state.environ import read
 from accel_state.errors import SettingsError
-from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accel_state.settings import OPTIONS, Option, SourcedValue, merge_sources, parse_environ
 from accel_state.settings.file import DEFAULT_PATH_HELP, FILE_NAMES, default_config_folder, parse_file
 from accel_state.settings.file import default_config_file as _find_config_file
-from accel_state.settings.model import as_text
+from accel_state.settings.model import BY_KEY, as_text
 from accel_state.topology import DEFAULT_PORT, free_port, is_port_in_use
 
-_environ = read()
+default_yaml_config_file = str(default_config_folder(read()) / FILE_NAMES[0])
+"""The path at which the default config file is created."""
 
-cache_dir = str(default_config_folder(_environ))
-"""The folder of the default config file."""
-
-default_yaml_config_file, default_json_config_file = (str(Path(cache_dir) / name) for name in FILE_NAMES)
-"""The paths of the default config file in both formats."""
-
-default_config_file = str(_find_config_file(_environ) or default_yaml_config_file)
+default_config_file = str(_find_config_file(read()) or default_yaml_config_file)
 """The existing default config file, else the path at which it is created."""
 
 
-@dataclass
-class BaseConfig:
-    """The keys of every config file."""
-
-    compute_environment: ComputeEnvironment | str
-    distributed_type: DistributedType | SageMakerDistributedType | str
-    mixed_precision: str
-    use_cpu: bool
-    debug: bool
-
-    def __post_init__(self) -> None:
-        self.compute_environment = ComputeEnvironment(self.compute_environment)
-        is_local = self.compute_environment == ComputeEnvironment.LOCAL_MACHINE
-        known = DistributedType if is_local else SageMakerDistributedType
-        self.distributed_type = known(self.distributed_type)
-        parse_file(self.to_dict(), type(self).__name__)
+class ConfigRecord(SimpleNamespace):
+    """A config file; its attributes are the keys of the reference page of settings, None without a value."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the keys and values of the file, except `None`."""
-        content = dataclasses.asdict(self)
-        content |= content.pop("further", {})
-        return {
-            key: value.value if isinstance(value, Enum) else value
-            for key, value in content.items()
-            if value is not None
-        }
-
-    def to_yaml_file(self, yaml_file: str) -> None:
-        """Write the record as YAML.
-
-        Raises:
-            SettingsError: It cannot be written.
-        """
-        write(Path(yaml_file), self.to_dict())
-
-    def to_json_file(self, json_file: str) -> None:
-        """Write the record as JSON.
-
-        Args:
-            json_file: The file, with the suffix `.json`.
-
-        Raises:
-            SettingsError: It has another suffix, or cannot be written.
-        """
-        if Path(json_file).suffix != ".json":
-            raise SettingsError(f"to_json_file({json_file!r}): the file must have the suffix .json.")
-        write(Path(json_file), self.to_dict())
-
-    @classmethod
-    def from_yaml_file(cls, yaml_file: str | None = None) -> Self:
-        """Read a file.
-
-        Raises:
-            SettingsError: It cannot be read, or contains invalid values.
-        """
-        return cls(**_record_arguments(yaml_file or default_yaml_config_file, cls))
-
-    @classmethod
-    def from_json_file(cls, json_file: str | None = None) -> Self:
-        """Read a file, as `from_yaml_file` does; the suffix decides the format."""
-        return cls(**_record_arguments(json_file or default_json_config_file, cls))
+        """Return the keys and values, except `None`."""
+        return {key: value for key, value in vars(self).items() if value is not None}
 
 
-@dataclass
-class ClusterConfig(BaseConfig):
-    """The config file of hosts or a cluster; its fields are keys of the reference page of settings.
-
-    Keys specific to accel are in `further`.
-
-    Example:
-        >>> config = ClusterConfig("LOCAL_MACHINE", "NO", "bf16", use_cpu=True, debug=False, num_processes=2)
-        >>> config.to_dict()["num_processes"], config.distributed_type.value
-        (2, 'NO')
-    """
-
-    num_processes: int = -1
-    machine_rank: int = 0
-    num_machines: int = 1
-    gpu_ids: str | None = None
-    main_process_ip: str | None = None
-    main_process_port: int | None = None
-    rdzv_backend: str | None = "static"
-    same_network: bool | None = False
-    main_training_function: str = "main"
-    enable_cpu_affinity: bool = False
-    fp8_config: dict[str, Any] | None = None
-    deepspeed_config: dict[str, Any] | None = None
-    fsdp_config: dict[str, Any] | None = None
-    parallelism_config: dict[str, Any] | None = None
-    megatron_lm_config: dict[str, Any] | None = None
-    mpirun_config: dict[str, Any] | None = None
-    downcast_bf16: bool = False
-    tpu_name: str | None = None
-    tpu_zone: str | None = None
-    tpu_use_cluster: bool = False
-    tpu_use_sudo: bool = False
-    command_file: str | None = None
-    commands: list[str] | None = None
-    tpu_vm: list[str] | None = None
-    tpu_env: list[str] | None = None
-    dynamo_config: dict[str, Any] | None = None
-    further: dict[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass
-class SageMakerConfig(BaseConfig):
-    """The config file of jobs on Amazon SageMaker; the fields are keys of the reference page of settings."""
-
-    ec2_instance_type: str
-    iam_role_name: str
-    image_uri: str | None = None
-    profile: str | None = None
-    region: str = "us-east-1"
-    num_machines: int = 1
-    gpu_ids: str = "all"
-    base_job_name: str = "accelerate-sagemaker-1"
-    pytorch_version: str | None = None
-    transformers_version: str | None = None
-    py_version: str | None = None
-    sagemaker_inputs_file: str | None = None
-    sagemaker_metrics_file: str | None = None
-    additional_args: dict[str, Any] | None = None
-    dynamo_config: dict[str, Any] | None = None
-    enable_cpu_affinity: bool = False
-
-
-def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerConfig:
+def load_config_from_file(config_file: str | None) -> ConfigRecord:
     """Read a config file as a record.
 
     Raises:
@@ -186,25 +58,11 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerC
         raise FileNotFoundError(
             f"there is no config file {str(path)!r}: pass an existing file, or run `accel config`."
         )
-    content = read_config(str(path), read()).content
-    on_sagemaker = content.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
-    kind = SageMakerConfig if on_sagemaker else ClusterConfig
-    return kind(**_record_arguments(str(path), kind))
-
-
-def _record_arguments(path: str, kind: type[BaseConfig]) -> dict[str, Any]:
-    """Return the arguments of the record for a file, including the keys of every file."""
-    content = {**_DEFAULTS, **read_config(path, read()).content}
-    if isinstance(content["mixed_precision"], bool):  # YAML reads a bare `no` as false.
-        content["mixed_precision"] = "no"
-    if isinstance(content["distributed_type"], bool):
-        content["distributed_type"] = "NO"
-    content = {key: value for key, value in content.items() if value is not None}
-    known = {field.name for field in dataclasses.fields(kind)}
-    arguments = {key: value for key, value in content.items() if key in known}
-    if "further" in known:
-        arguments["further"] = {key: value for key, value in content.items() if key not in known}
-    return arguments
+    content = {**_DEFAULTS, **read_config(str(path), read()).content}
+    for key, meant in (("mixed_precision", "no"), ("distributed_type", "NO")):
+        if content[key] is False:  # as YAML reads a bare `no`
+            content[key] = meant
+    return ConfigRecord(**{**dict.fromkeys(key.partition(".")[0] for key in BY_KEY), **content})
 
 
 _DEFAULTS = {
@@ -213,66 +71,10 @@ _DEFAULTS = {
     "mixed_precision": "no",
     "use_cpu": False,
     "debug": False,
+    "num_processes": -1,
+    "machine_rank": 0,
+    "num_machines": 1,
 }
-
-
-def _make_functions(name: str) -> tuple[Callable[..., ArgumentParser], Callable[[Namespace], None]]:
-    def subcommand() -> Subcommand:
-        command = find_command(name)
-        if not isinstance(command, Subcommand):
-            raise SettingsError(f"`accel {name}` is not installed: `pip install accel-suite`.")
-        return command
-
-    def make_parser(subparsers: Any = None) -> ArgumentParser:
-        """Create the parser of the subcommand; see the module."""
-        made = subcommand().make_parser()
-        if subparsers is None:
-            return made
-        parser = subparsers.add_parser(name, parents=[made], add_help=False, description=made.description)
-        parser.set_defaults(func=run)
-        return parser
-
-    def run(args: Namespace) -> None:
-        """Run the subcommand; see the module."""
-        command = subcommand()
-        actions = command.make_parser().actions
-        defaults = {action.dest: action.default for action in actions if action.dest != "help"}
-        if code := command.call(Namespace(**{**defaults, **vars(args)})):
-            raise SystemExit(code)
-
-    return make_parser, run
-
-
-get_config_parser, config_command = _make_functions("config")
-
-env_command_parser, env_command = _make_functions("env")
-
-estimate_command_parser, estimate_command = _make_functions("estimate-memory")
-
-merge_command_parser, merge_command = _make_functions("merge-weights")
-
-test_command_parser, test_command = _make_functions("test")
-
-
-to_fsdp2_command_parser, to_fsdp2_command = _make_functions("to-fsdp2")
-
-tpu_command_parser, tpu_command_launcher = _make_functions("tpu-config")
-
-
-def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an FSDP config to FSDP2; any other config is returned unchanged.
-
-    Raises:
-        SettingsError: FSDP2 has no equivalent of a value.
-
-    Example:
-        >>> convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}})
-        {'fsdp_config': {'fsdp_version': 2, 'fsdp_reshard_after_forward': False}}
-    """
-    fsdp = config.get("fsdp_config")
-    if not isinstance(fsdp, dict) or str(fsdp.get("fsdp_version", 1)) == "2":
-        return dict(config)
-    return to_fsdp2(config)[0]
 
 
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
@@ -300,23 +102,17 @@ def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
     else:
         parser = subparsers.add_parser("launch", **options)
         parser.set_defaults(func=launch_command)
-    parser.add_argument("--config_file", help=f"the config file; by default {DEFAULT_PATH_HELP}")
-    parser.add_argument("--config-file", dest="config_file", help=SUPPRESS, default=SUPPRESS)
+    text = f"the config file; by default {DEFAULT_PATH_HELP}"
+    parser.add_argument("--config_file", "--config-file", help=text)
     for flag, row in FLAGS.items():
-        if not flag.startswith("--"):
-            continue
-        about: dict[str, Any] = {"dest": attribute_of(flag), "help": SUPPRESS}
-        if flag in row.option.flags:
-            about["help"] = row.option.help.replace("%", "%%")
-        if row.const is not None:
-            about["action"] = "store_true"
-        else:
-            about |= {"type": _make_reader(row.option), "action": _ACTIONS[row.option.kind]}
-        short = [name for name in row.option.flags if not name.startswith("--")]
-        parser.add_argument(*dict.fromkeys((*short, flag)), **about)
-        if "_" in flag:
-            about |= {"help": SUPPRESS, "default": SUPPRESS}
-            parser.add_argument(flag.replace("_", "-"), **about)
+        if flag.startswith("--"):
+            short = [name for name in row.option.flags if not name.startswith("--")]
+            text = row.option.help.replace("%", "%%") if flag in row.option.flags else SUPPRESS
+            about: dict[str, Any] = {"dest": attribute_of(flag), "help": text, "action": "store_true"}
+            if row.const is None:
+                about["action"] = "append" if row.option.kind == "list" else "store"
+                about["type"] = _make_reader(row.option)
+            parser.add_argument(*dict.fromkeys((*short, flag, flag.replace("_", "-"))), **about)
     parser.add_argument("training_script", help="the script, module or program to run")
     parser.add_argument("training_script_args", nargs="...", help="its arguments")
     return parser
@@ -345,9 +141,6 @@ def _make_reader(option: Option) -> Callable[[str], Any]:
     return read_value
 
 
-_ACTIONS = {"word": "store", "table": "store", "list": "append"}
-
-
 def launch_command(args: Namespace) -> None:
     """Launch a script as parsed by `launch_command_parser`, and wait for it.
 
@@ -361,10 +154,11 @@ def launch_command(args: Namespace) -> None:
     plan, _ = plan_launch(_read_namespace(args))
     if plan.is_local:
         launchers.require_script(plan)
-    words, environ = flag_words(vars(args)), read()
-    for name in ("aws_access_key_id", "aws_secret_access_key"):  # which no list of processes may show
-        if key := getattr(args, name, None):
-            environ[name.upper()] = str(key)
+    flags = vars(args)
+    # No list of processes may show a key.
+    keys = {name: str(flags[name]) for name in _KEYS if flags.get(name)}
+    environ = {**read(), **{name.upper(): key for name, key in keys.items()}}
+    words = flag_words({name: value for name, value in flags.items() if name not in keys})
     config = getattr(args, "config_file", None)
     named = [] if config is None else [f"--config_file={config}"]
     script = ["--", str(args.training_script), *map(str, getattr(args, "training_script_args", ()))]
@@ -384,23 +178,7 @@ def launch_command(args: Namespace) -> None:
         raise SystemExit(code if code > 0 else 128 - code)
 
 
-def _validate_launch_command(  # pyright: ignore[reportUnusedFunction] - programs call it by this name
-    args: Namespace,
-) -> tuple[Namespace, ClusterConfig | SageMakerConfig | None, bool]:
-    """Check flags as `launch_command` does.
-
-    Returns:
-        The flags, with number of processes and precision resolved; the config file; whether the precision
-        comes from it.
-    """
-    plan, _ = plan_launch(_read_namespace(args))
-    path = args.config_file or _find_config_file(read())
-    config = load_config_from_file(str(path)) if path else None
-    precision = plan.settings.precision.mixed_precision
-    from_file = config is not None and args.mixed_precision is None and precision == config.mixed_precision
-    decided = {"num_processes": plan.num_processes, "num_machines": plan.num_machines}
-    return Namespace(**{**vars(args), **decided, "mixed_precision": precision}), config, from_file
-
+_KEYS = ("aws_access_key_id", "aws_secret_access_key")
 
 TORCH_LAUNCH_PARAMS = [
     *("nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
@@ -512,11 +290,6 @@ def prepare_sagemager_args_inputs(
     plan = plan_of(args, file=parse_file(content, "sagemaker_config"))
     inputs = sagemaker.inputs(plan.settings.sagemaker.sagemaker_inputs_file)
     return sagemaker.estimator_arguments(plan), inputs
-
-
-def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction] - programs call it by this name
-    """Return the arguments of a script in SageMaker's form; see `sagemaker.hyperparameters`."""
-    return sagemaker.hyperparameters(nargs)
 
 
 def plan_of(

@@ -190,60 +190,12 @@ def check_script() -> None:
     Raises:
         AssertionError: A result differs from plain PyTorch or arithmetic.
     """
-    session = _current_session()
-    for check in CHECKS.values():
-        check(session)
-
-
-def check_operations() -> None:
-    """Check the ranks and the collectives on this rank of a program that is launched already.
-
-    Raises:
-        AssertionError: A result differs from arithmetic.
-    """
-    session = _current_session()
-    processes(session)
-    collectives(session)
-
-
-def check_gradient_sync() -> None:
-    """Check when gradients are synchronised, on this rank of a program that is launched already.
-
-    Raises:
-        AssertionError: Gradients or steps differ from plain PyTorch.
-    """
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    rank, size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    rows = torch.arange(1.0, 2 * size + 1).reshape(size, 2)  # The gradients of a weight, by rank and batch.
-    layer = nn.Linear(1, 1, bias=False).to(device)
-    model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.5))
-    start = layer.weight.item()
-    own, mean = rows[rank].tolist(), rows.mean(dim=0).tolist()
-    with accelerator.no_sync(model):
-        accelerator.backward(model(rows[rank, :1, None].to(device)).sum())
-    _expect_close([layer.weight.grad.item()], [own[0] / 2], 1e-6, "the gradient without synchronisation")  # pyright: ignore[reportOptionalMemberAccess]
-    accelerator.backward(model(rows[rank, 1:, None].to(device)).sum())
-    _expect_close([layer.weight.grad.item()], [sum(mean) / 2], 1e-6, "the synchronised gradient")  # pyright: ignore[reportOptionalMemberAccess]
-    optimizer.zero_grad()
-    synchronised: list[bool] = []
-    weights: list[float] = []
-    for batch in range(2):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(rows[rank, batch : batch + 1, None].to(device)).sum())
-            synchronised.append(accelerator.sync_gradients)
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.append(layer.weight.item())
-    _expect(synchronised, [False, True], "the batches after which gradients are synchronised")
-    _expect_close(weights, [start, start - 0.5 * sum(mean) / 2], 1e-6, "the weight after each batch")
-
-
-def _current_session() -> Session:
-    """Create the context of the checks in a program that is launched already."""
     accelerator = Accelerator()
     folder: list[Any] = [tempfile.mkdtemp() if accelerator.is_main_process else None]
     broadcast_object_list(folder)
-    return Session(accelerator=accelerator, precision=accelerator.mixed_precision, folder=Path(folder[0]))
+    session = Session(accelerator=accelerator, precision=accelerator.mixed_precision, folder=Path(folder[0]))
+    for check in CHECKS.values():
+        check(session)
 
 
 _STEPS = 4

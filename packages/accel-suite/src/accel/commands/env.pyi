@@ -1,3 +1,2 @@
 # fmt: off
-from accel_cli.programs import env_command as env_command, env_command_parser as env_command_parser
 def main() -> int: ...

@@ -1,3 +1,2 @@
 # fmt: off
-from accel_cli.programs import merge_command as merge_command, merge_command_parser as merge_command_parser
 def main() -> int: ...

@@ -1,3 +1,2 @@
 # fmt: off
-from accel_cli.programs import test_command as test_command, test_command_parser as test_command_parser
 def main() -> int: ...

@@ -1,7 +1,5 @@
 # fmt: off
-# pyright: reportPrivateUsage=false
 from accel_cli.programs import (
-    _convert_nargs_to_dict as _convert_nargs_to_dict,
     prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env, prepare_multi_gpu_env as prepare_multi_gpu_env,
     prepare_sagemager_args_inputs as prepare_sagemager_args_inputs,
     prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env, prepare_tpu as prepare_tpu,

@@ -1,2 +1,0 @@
-# fmt: off
-from accel_cli.programs import SageMakerConfig as SageMakerConfig
