@@ -178,13 +178,8 @@ def test_what_megatron_does_not_compute_of_an_encoder_is_refused():
         plugin = MegatronLMPlugin(context_parallel_size=2)
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
         model = MODELS["masked tokens"]()
-        with pytest.raises(UnsupportedError, match=r"'bert': context_parallel_size=2"):
+        with pytest.raises(UnsupportedError, match=r"'bert'.* context_parallel_size=2"):
             accelerator.prepare(model, make_optimizer(model))
-        accelerator.free_memory()
-        plugin = MegatronLMPlugin(recompute_granularity="full", recompute_num_layers=2)
-        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
-        with pytest.raises(UnsupportedError, match=r"recompute_num_layers=2 .a T5 recomputes layer by"):
-            accelerator.prepare(make_t5())
         accelerator.free_memory()
         plugin = MegatronLMPlugin(pp_degree=2, num_micro_batches=2)
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)

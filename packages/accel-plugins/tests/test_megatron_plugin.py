@@ -77,16 +77,6 @@ def test_a_bad_value_names_its_variable(monkeypatch):
         MegatronLMPlugin()
 
 
-def test_a_variable_without_effect_is_named_once(monkeypatch, caplog):
-    monkeypatch.setenv("MEGATRON_LM_SEQUENCE_PARALLELISM", "true")
-    MegatronLMPlugin()
-    MegatronLMPlugin()
-    (record,) = caplog.records
-    assert "MEGATRON_LM_SEQUENCE_PARALLELISM" in record.getMessage()
-    assert "has no effect without tp_degree of 2 or more" in record.getMessage()
-    assert MegatronLMPlugin(tp_degree=2).sequence_parallelism is True
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -143,25 +133,6 @@ VIRTUAL = {"pp_degree": 2, "num_micro_batches": 4, "num_layers_per_virtual_pipel
 def test_what_excludes_each_other_or_lacks_what_it_needs_is_refused(options, message):
     with pytest.raises(SettingsError, match=message):
         MegatronLMPlugin(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"recompute_method": "block"}, "recompute_granularity='full'"),
-        ({"recompute_num_layers": 2}, "recompute_granularity='full'"),
-        ({"overlap_cpu_optimizer_d2h_h2d": True}, "optimizer_cpu_offload"),
-        ({"custom_train_step_kwargs": {"a": 1}}, "custom_train_step_class"),
-        ({"lr_mult": 0.5}, "scale_lr_cond"),
-    ],
-)
-def test_what_has_no_effect_is_named(options, message, caplog):
-    (name,) = options
-    MegatronLMPlugin(**options)
-    (record,) = caplog.records
-    assert (
-        f"MegatronLMPlugin({name}={options[name]!r}) has no effect without {message}" in record.getMessage()
-    )
 
 
 def test_recompute_of_activations_is_the_selective_kind_and_full_has_its_defaults():

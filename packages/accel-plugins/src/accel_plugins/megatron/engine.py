@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_plugins.megatron.checks import check_lengths_of_batch
 from accel_plugins.megatron.families import ModelFamily
 from accel_plugins.megatron.library import core, without_core_warnings
 from accel_plugins.megatron.plugin import MegatronLMPlugin
@@ -251,7 +250,6 @@ class MegatronEngine(nn.Module):
                 "(even_batches=True of DataLoaderConfiguration)."
             )
         # 2. Check the lengths of its sequences.
-        check_lengths_of_batch(plugin, sequences)
         lengths = {name: tokens.shape[1] for name, tokens in sequences.items()}
         longest = max((length for name, length in lengths.items() if name in _SEQUENCES), default=0)
         if self.positions is not None and longest > self.positions:

@@ -17,7 +17,6 @@ from accel_plugins.megatron.arguments import (
 from accel_plugins.megatron.library import EXTRA
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
-from accel_state.logging import get_logger
 from accel_state.settings.engines import MegatronSettings
 from accel_state.settings.model import TITLES, Settings
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.megatron.data import MegatronLMDummyScheduler
-
-logger = get_logger(__name__)
 
 DEFAULTS: Mapping[str, Any] = {
     "tp_degree": 1,
@@ -52,9 +49,6 @@ DEFAULTS: Mapping[str, Any] = {
     "use_distributed_optimizer": False,
 }
 """Values of fields that neither an argument nor the environment sets."""
-
-LENGTHS = ("seq_length", "encoder_seq_length", "decoder_seq_length")
-"""The longest sequences."""
 
 
 @dataclass
@@ -124,8 +118,8 @@ class MegatronLMPlugin:
         scale_lr_cond: Called as `f(name, parameter)`: whether `lr_mult` scales a parameter's learning rate.
         lr_mult: The factor for `scale_lr_cond`.
         megatron_dataset_flag: Whether loaders are of Megatron's indexed data sets.
-        seq_length: Maximum sequence length in tokens; longer ones are refused. By default the model's number
-            of positions.
+        seq_length: Sequence length in tokens, of indexed data sets and in the arguments of train steps; by
+            default the model's number of positions.
         encoder_seq_length: The same for the encoder of a T5.
         decoder_seq_length: The same for its decoder.
         tensorboard_dir: Not supported: must not be set.
@@ -226,16 +220,6 @@ class MegatronLMPlugin:
             self.attention_backend = "auto" if self.attention_backend else "unfused"
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         check_fields(values, sources)
-        for name, other, is_used in (
-            ("sequence_parallelism", "tp_degree of 2 or more", values["tp_degree"] > 1),
-            ("recompute_method", "recompute_granularity='full'", self.recompute_granularity == "full"),
-            ("recompute_num_layers", "recompute_granularity='full'", self.recompute_granularity == "full"),
-            ("overlap_cpu_optimizer_d2h_h2d", "optimizer_cpu_offload", self.optimizer_cpu_offload),
-            ("custom_train_step_kwargs", "custom_train_step_class", self.custom_train_step_class),
-            ("lr_mult", "scale_lr_cond", self.scale_lr_cond or self.lr_mult == 1),
-        ):
-            if values[name] and not is_used:
-                logger.warning_once("%s has no effect without %s.", sources[name], other)
         if self.recompute_granularity != "full":
             self.recompute_method = self.recompute_num_layers = None
         if self.recompute_activations:
@@ -243,7 +227,6 @@ class MegatronLMPlugin:
         if self.recompute_granularity == "full":
             self.recompute_method = self.recompute_method or "uniform"
             self.recompute_num_layers = self.recompute_num_layers or 1
-        self.longest = {name: value for name in LENGTHS if (value := getattr(self, name)) is not None}
         self.megatron_lm_default_args = base_args(self)
 
     def to_settings(self, settings: Settings) -> Settings:

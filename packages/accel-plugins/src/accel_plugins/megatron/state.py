@@ -27,12 +27,7 @@ from accel_plugins.megatron.engine import MegatronEngine
 from accel_plugins.megatron.families import Packing, Weight
 from accel_plugins.megatron.library import core
 from accel_plugins.sharding.shards import ShardedStates, group_tied_names, source_of
-from accel_plugins.sharding.state import (
-    StateAllocator,
-    StateForm,
-    check_groups,
-    state_by_name,
-)
+from accel_plugins.sharding.state import StateAllocator, StateForm, check_groups, state_by_name
 from accel_plugins.strategy import StateDict
 from accel_state.errors import CheckpointError, SettingsError, UnsupportedError
 from accel_state.frozen import frozen
@@ -63,11 +58,25 @@ class MegatronStates(ShardedStates):
         return state
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> Any:
-        """Load a sharded state dict; with `strict=False` weights may be missing."""
+        """Load a state dict, full or sharded; with `strict=False` weights may be missing."""
         if not isinstance(model, MegatronEngine):
             return super().load_model(model, state, **options)
         check_names(model)
-        return load_weights(model, _by_first_name(find_aliases(model.source), state))
+        aliases = find_aliases(model.source)
+        weights = {name: state[key] for name, names in aliases.items() for key in names if key in state}
+        known = {*chain.from_iterable(aliases.values()), *dict(list_buffers(model.source))}
+        missing, unexpected = sorted(aliases.keys() - weights.keys()), sorted(state.keys() - known)
+        if options.get("strict", True) and (missing or unexpected):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(model.source).__name__}: missing keys {missing}, "
+                f"unexpected keys {unexpected}."
+            )
+        load_weights(model, weights)
+        result = torch.nn.Module().load_state_dict({})
+        return result._replace(missing_keys=missing, unexpected_keys=unexpected)
+
+    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
+        return self.load_model(model, dict(state), **options)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
         engine, mesh = find_engine(optimizer, models), self._mesh()
@@ -93,6 +102,14 @@ class MegatronStates(ShardedStates):
         check_groups([group["params"] for group in state["param_groups"]], engine.optimizer_names)
         _load_optimizer(engine, optimizer, state["param_groups"], state["state"])
 
+    def group_names(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> Sequence[Sequence[str]]:
+        return find_engine(optimizer, models).optimizer_names
+
+    def load_full_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
+    ) -> None:
+        self.load_optimizer(optimizer, models, state_by_name(state, self.group_names(optimizer, models)))
+
     def _mesh(self) -> DeviceMesh:
         group: Any = dist.group.WORLD
         return DeviceMesh.from_group(group, self._device.type)
@@ -103,35 +120,6 @@ class MegatronStates(ShardedStates):
         known = dict(model.source.named_parameters(remove_duplicate=False))
         tensors = {name: value for name, value in self.model_tensors(model).items() if name in known}
         return [source_of(names, value) for names, value in group_tied_names(tensors)]
-
-    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        if not isinstance(model, MegatronEngine):
-            return super().load_full_state_dict(model, state, **options)
-        check_names(model)
-        aliases = find_aliases(model.source)
-        weights = _by_first_name(aliases, state)
-        known = {*chain.from_iterable(aliases.values()), *(name for name, _ in list_buffers(model.source))}
-        missing, unexpected = sorted(aliases.keys() - weights.keys()), sorted(state.keys() - known)
-        if options.get("strict", True) and (missing or unexpected):
-            raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(model.source).__name__}: missing keys {missing}, "
-                f"unexpected keys {unexpected}."
-            )
-        load_weights(model, weights)
-        result = torch.nn.Module().load_state_dict({})
-        return result._replace(missing_keys=missing, unexpected_keys=unexpected)
-
-    def load_full_optimizer_state(
-        self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
-    ) -> None:
-        names = find_engine(optimizer, models).optimizer_names
-        saved = [len(group["params"]) for group in state["param_groups"]]
-        current = [len(group) for group in names]
-        if saved != current:
-            raise CheckpointError(
-                f"The optimizer was saved with groups of {saved} parameters, and has groups of {current} now."
-            )
-        self.load_optimizer(optimizer, models, state_by_name(state, names))
 
 
 def find_engine(optimizer: Optimizer, models: Sequence[nn.Module]) -> MegatronEngine:
@@ -156,10 +144,6 @@ def find_aliases(source: nn.Module) -> dict[str, tuple[str, ...]]:
     """Map the first name of every weight to all its names: tied weights have several."""
     weights = dict(source.named_parameters(remove_duplicate=False))
     return {names[0]: names for names, _ in group_tied_names(weights)}
-
-
-def _by_first_name(aliases: Mapping[str, Sequence[str]], state: Mapping[str, Any]) -> StateDict:
-    return {name: state[alias] for name, names in aliases.items() for alias in names if alias in state}
 
 
 def list_buffers(source: nn.Module) -> list[tuple[str, Tensor]]:
@@ -314,17 +298,16 @@ def _shard(value: Tensor, mesh: DeviceMesh) -> Tensor:
 @torch.no_grad()
 def load_weights(engine: MegatronEngine, known: StateDict) -> None:
     """Load weights of transformers, full or sharded, into parameters and the more precise float32 copies."""
-    for weight, full in _iter_full_weights(engine, engine.placed, known):
-        load([weight], full, engine.groups)
-    if engine.optimizer is None:
-        return
-    slots = find_slots(engine)
-    engine.optimizer.reload_model_params()
-    for weight, full in _iter_full_weights(engine, list_trained(engine), known):
-        slot = slots.get(weight.parameter)
-        if slot is not None:
-            part = slot.own(_local_part(engine, weight, [full[name] for name in weight.names]))
-            slot.master.copy_(part.reshape(slot.master.shape))
+    slots = {} if engine.optimizer is None else find_slots(engine)
+    for names, placed in _iter_in_order(engine, engine.placed):
+        if any(name not in known for name in names):
+            continue
+        full = {name: _full(known[name]) for name in names}
+        load(placed, full, engine.groups)
+        for weight in placed:
+            if (slot := slots.get(weight.parameter)) is not None:
+                part = slot.own(_local_part(engine, weight, [full[name] for name in names]))
+                slot.master.copy_(part.reshape(slot.master.shape))
 
 
 @torch.no_grad()
@@ -348,16 +331,6 @@ def _load_optimizer(
                     slot.set_step(float(value))
                 elif isinstance(value, torch.Tensor):
                     slot.write(key, _local_part(engine, weight, [entry[key] for entry in entries]))
-
-
-def _iter_full_weights(
-    engine: MegatronEngine, placed: Sequence[PlacedWeight], known: StateDict
-) -> Iterator[tuple[PlacedWeight, StateDict]]:
-    """Yield this rank's parameters whose weights are all known, with the full weights; a collective."""
-    for names, local in _iter_in_order(engine, placed):
-        if all(name in known for name in names):
-            full = {name: _full(known[name]) for name in names}
-            yield from ((weight, full) for weight in local)
 
 
 def _iter_in_order(

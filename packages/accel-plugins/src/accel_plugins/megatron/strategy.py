@@ -123,7 +123,6 @@ class MegatronStrategy(Strategy):
         self._trained: MegatronEngine | None = None
         self._is_ready = False  # Gradients are unscaled, and finite.
         self._schedules: list[MegatronSchedule] = []
-        self._reference: GroupReference | None = None  # From the first prepared model until the release.
         self.clipping, self.scaling = plugin.gradient_clipping or 0.0, handlers.get(GradScalerKwargs)
         self.states = MegatronStates(runtime.device)
         self.sharding, self.mesh = batch_sharding(plugin, groups), mesh_of(runtime.device.type, groups.axes)
@@ -191,8 +190,8 @@ class MegatronStrategy(Strategy):
         virtual = virtual_stages(plugin, fields["num_layers"])
         config = transformer_config(plugin, fields, self.precision.name, virtual)
         # 2. Build the groups and the stages, with rank 0's weights.
-        if self._reference is None:
-            self._reference = start(groups)
+        if self not in _users:
+            start(self)
         stages = build_stages(family, plugin, config, model, groups)
         placed = [] if family is None else find_rows(stages, family.weights(model.config))
         share_values(model, self.runtime)
@@ -306,9 +305,10 @@ class MegatronStrategy(Strategy):
         """Release the engine and the process groups."""
         self._trained = None
         self._schedules.clear()
-        if self._reference is not None:
-            self._reference.release()
-            self._reference = None
+        if self in _users:
+            _users.discard(self)
+            if not _users:
+                _destroy_groups()
 
     @property
     def engine(self) -> MegatronEngine:
@@ -339,14 +339,13 @@ def check_request(plugin: MegatronLMPlugin, bundle: Bundle) -> None:
             "prepare(model, optimizer)."
         )
     has_indexed = any(isinstance(loader, MegatronLMDummyDataLoader) for loader in bundle.dataloaders)
-    has_placeholder = any(isinstance(item, MegatronLMDummyScheduler) for item in bundle.schedulers)
-    checks.check_objects(
-        plugin,
-        has_optimizer=bool(bundle.optimizers),
-        has_schedule=has_placeholder,
-        has_loaders=bool(bundle.dataloaders),
-        has_indexed=has_indexed,
-    )
+    if not bundle.optimizers and any(
+        isinstance(item, MegatronLMDummyScheduler) for item in bundle.schedulers
+    ):
+        raise SettingsError(
+            "prepare() got a MegatronLMDummyScheduler without its optimizer: prepare them in one call, as in "
+            "prepare(model, optimizer, scheduler)."
+        )
     for model in fresh:
         for optimizer in bundle.optimizers:
             _check_optimizer(plugin, optimizer)
@@ -438,20 +437,7 @@ def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
     return Groups(tensor=tensor, pipeline=pipeline, data=data, context=context, rank=rank)
 
 
-class GroupReference:
-    """The groups of one strategy, which shares them with others of the same sizes."""
-
-    def __init__(self, groups: Groups) -> None:
-        self.groups = groups
-
-    def release(self) -> None:
-        """Release the groups; the last reference destroys them."""
-        _references.discard(self)
-        if not _references:
-            _destroy_groups()
-
-
-_references: weakref.WeakSet[GroupReference] = weakref.WeakSet()
+_users: weakref.WeakSet[MegatronStrategy] = weakref.WeakSet()  # They have prepared a model.
 _made: list[Any] = []  # megatron-core keeps its groups in globals, and destroys none.
 _seeds: list[int] = []  # The last seed of tensor parallelism's random states.
 _LARGEST_SEED = 2**31
@@ -459,30 +445,28 @@ _LARGEST_SEED = 2**31
 
 def check_shared(groups: Groups) -> None:
     """Reject groups if those of other sizes are in use: megatron-core has one set per process."""
-    if _references and not core("parallel_state").model_parallel_is_initialized():
-        _references.clear()  # Their process group was destroyed.
-    if _references:
+    if _users and not core("parallel_state").model_parallel_is_initialized():
+        _users.clear()  # Their process group was destroyed.
+    if _users:
         gc.collect()  # It may collect unreferenced strategies.
-    for reference in _references:
-        if reference.groups != groups:
-            in_use, wanted = (
-                ", ".join(f"{name} {size}" for name, size in sizes.axes.items())
-                for sizes in (reference.groups, groups)
-            )
-            raise SettingsError(
-                f"Another Accelerator trains with Megatron in groups of {in_use}, this one in groups of "
-                f"{wanted}, but megatron-core has one set per process: call free_memory() on it first."
-            )
+    for axes in (user.groups.axes for user in _users if user.groups.axes != groups.axes):
+        in_use, wanted = (
+            ", ".join(f"{name} {size}" for name, size in sizes.items()) for sizes in (axes, groups.axes)
+        )
+        raise SettingsError(
+            f"Another Accelerator trains with Megatron in groups of {in_use}, this one in groups of "
+            f"{wanted}, but megatron-core has one set per process: call free_memory() on it first."
+        )
 
 
-def start(groups: Groups) -> GroupReference:
+def start(strategy: MegatronStrategy) -> None:
     """Create the process groups and seed tensor parallelism's random states. A collective over all ranks.
 
     Groups of another strategy with the same sizes are shared.
     """
+    groups = strategy.groups
     check_shared(groups)
-    reference = GroupReference(groups)
-    if not _references:
+    if not _users:
         _destroy_groups()
         before = set(process_groups())
         core("parallel_state").initialize_model_parallel(
@@ -495,8 +479,7 @@ def start(groups: Groups) -> GroupReference:
         seeds = [torch.initial_seed() % _LARGEST_SEED]
         dist.broadcast_object_list(seeds, src=0)  # Ranks with the same tensor drop out the same elements.
         _seed(seeds[0])
-    _references.add(reference)
-    return reference
+    _users.add(strategy)
 
 
 def _destroy_groups() -> None:
@@ -523,14 +506,14 @@ class MegatronGenerators:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of this rank; empty before groups are created."""
-        if not _references:
+        if not _users:
             return {}
         states = core("tensor_parallel.random").get_cuda_rng_tracker().get_states()
         return {"sizes": self.groups.axes, "seed": _seeds[-1], "states": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Resume; without a state, or with one for groups of other sizes, seed again."""
-        if not _references:
+        if not _users:
             return None
         if state.get("sizes") == self.groups.axes:
             _seeds[:] = [state["seed"]]
