@@ -7,7 +7,7 @@ Every step runs; the table at the end says which failed, and the exit status is 
     uv run tools/check.py --all
 
 A test that fails is run once more by itself. If it then passes, its step passes; the test is listed under
-FLAKY and in build/flaky.txt.
+FLAKY.
 
 `uv run` alone installs accel and what its examples need. The steps need the group `dev` of pyproject.toml,
 so this program starts itself again with `uv run --group dev`. After `uv sync --group dev` it runs directly.
@@ -28,14 +28,14 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from handle_signals import handle_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     Show = Callable[[str], object]
 
@@ -62,10 +62,9 @@ AT_ONCE = 3
 one step waits, others compute."""
 MAX_RERUNS = 10
 """If more tests fail than this, something is broken, and none is run again."""
-FLAKY_REPORT = ROOT / "build" / "flaky.txt"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """One check: its name, what it proves, and the command that proves it.
 
@@ -82,6 +81,7 @@ class Step:
     name: str
     about: str
     command: tuple[str, ...]
+    _: KW_ONLY
     thorough: tuple[str, ...] = ()
     slow: bool = False
     once_more: tuple[str, ...] = ()
@@ -100,92 +100,83 @@ class Result:
 
 STEPS = (  # long ones first; not all those together that would compile the same libraries where they are new
     Step(
-        name="integration",
-        about="SPMD tests on pooled ranks, and real launches",
-        command=(
+        "integration",
+        "SPMD tests on pooled ranks, and real launches",
+        (
             *(*PYTEST, *NOT_THOROUGH, "-n", "2", "--dist", "loadfile", "--durations=30"),
             *("tests-integration", f"--ignore={EXAMPLES}", f"--ignore={CLIENTS}"),
         ),
         thorough=ALL_TESTS,
         once_more=ONCE_MORE,
     ),
-    Step(name="types", about="pyright, strict", command=(PYTHON, "-m", "pyright", "--pythonpath", PYTHON)),
+    Step("types", "pyright, strict", (PYTHON, "-m", "pyright", "--pythonpath", PYTHON)),
+    Step("xla", "training on XLA devices, as on the CPU", XLA, thorough=("--all",), once_more=XLA),
     Step(
-        name="xla",
-        about="training on XLA devices, as on the CPU",
-        command=XLA,
-        thorough=("--all",),
-        once_more=XLA,
-    ),
-    Step(
-        name="unit",
-        about="each package's own tests and docstring examples",
-        command=(
-            *(*PYTEST, *NOT_THOROUGH, "-n", "2", "--doctest-modules"),
-            *("packages", "--ignore-glob=*/examples"),
-        ),
+        "unit",
+        "each package's own tests and docstring examples",
+        (*PYTEST, *NOT_THOROUGH, "-n", "2", "--doctest-modules", "packages", "--ignore-glob=*/examples"),
         thorough=ALL_TESTS,
         once_more=(*ONCE_MORE, "--doctest-modules"),
     ),
     Step(
-        name="clients",
-        about="transformers, peft, trl, diffusers and others on accel find what they find on Accelerate",
-        command=(*PYTEST, *NOT_THOROUGH, "--durations=5", CLIENTS),
+        "clients",
+        "transformers, peft, trl, diffusers and others on accel find what they find on Accelerate",
+        (*PYTEST, *NOT_THOROUGH, "--durations=5", CLIENTS),
         thorough=ALL_TESTS,
         once_more=ONCE_MORE,
     ),
     Step(
-        name="examples",
-        about="every example of the README files and the documentation",
-        command=(*PYTEST, "-n", "2", "--durations=5", EXAMPLES),
+        "examples",
+        "every example of the README files and the documentation",
+        (*PYTEST, "-n", "2", "--durations=5", EXAMPLES),
         once_more=ONCE_MORE,
     ),
     Step(
-        name="isolation",
-        about="each wheel installs alone, imports, and runs the examples of its README",
-        command=(PYTHON, "tools/check_isolation.py"),
+        "isolation",
+        "each wheel installs alone, imports, and runs the examples of its README",
+        (PYTHON, "tools/check_isolation.py"),
         thorough=("--tests",),
     ),
-    Step(name="site", about="the site builds without a warning", command=(PYTHON, "tools/build_docs.py")),
-    Step(name="format", about="ruff format", command=(PYTHON, "-m", "ruff", "format", "--check", ".")),
-    Step(name="lint", about="ruff check", command=(PYTHON, "-m", "ruff", "check", ".")),
+    Step("site", "the site builds without a warning", (PYTHON, "tools/build_docs.py")),
+    Step("format", "ruff format", (PYTHON, "-m", "ruff", "format", "--check", ".")),
+    Step("lint", "ruff check", (PYTHON, "-m", "ruff", "check", ".")),
     Step(
-        name="layers",
-        about="imports point down, the cold modules stay cold, no cycles",
-        command=(str(Path(PYTHON).with_name("lint-imports")), "--no-cache"),
+        "layers",
+        "imports point down, the cold modules stay cold, no cycles",
+        (str(Path(PYTHON).with_name("lint-imports")), "--no-cache"),
     ),
     Step(
-        name="house",
-        about="house rules that no linter has, declared siblings, versions",
-        command=(PYTHON, "tools/house_rules.py"),
+        "house",
+        "house rules that no linter has, declared siblings, versions",
+        (PYTHON, "tools/house_rules.py"),
     ),
     Step(
-        name="budgets",
-        about="no package has more lines of code than its budget, which only falls",
-        command=(PYTHON, "tools/budgets.py"),
+        "budgets",
+        "no package has more lines of code than its budget, which only falls",
+        (PYTHON, "tools/budgets.py"),
     ),
     Step(
-        name="settings",
-        about="the reference page of settings is that of the table",
-        command=(PYTHON, "tools/gen_settings_page.py", "--check"),
+        "settings",
+        "the reference page of settings is that of the table",
+        (PYTHON, "tools/gen_settings_page.py", "--check"),
     ),
     Step(
-        name="floor",
-        about="the packages' own tests pass with the oldest torch that they accept (with --all)",
-        command=(*FLOOR, *NOT_THOROUGH, "-n", "2", "packages", "--ignore-glob=*/examples"),
+        "floor",
+        "the packages' own tests pass with the oldest torch that they accept (with --all)",
+        (*FLOOR, *NOT_THOROUGH, "-n", "2", "packages", "--ignore-glob=*/examples"),
         slow=True,
         once_more=(*FLOOR, "-p", "no:cacheprovider"),
     ),
     Step(
-        name="behaviour",
-        about="small programs do what they do with the reference, or differ for a reason (with --all)",
-        command=(PYTHON, "tools/compare_behaviour.py"),
+        "behaviour",
+        "small programs do what they do with the reference, or differ for a reason (with --all)",
+        (PYTHON, "tools/compare_behaviour.py"),
         slow=True,
     ),
     Step(
-        name="ordering",
-        about="a test fails where any one statement that orders asynchronous work is changed (with --all)",
-        command=(PYTHON, "tools/delete_ordering.py"),
+        "ordering",
+        "a test fails where any one statement that orders asynchronous work is changed (with --all)",
+        (PYTHON, "tools/delete_ordering.py"),
         slow=True,
     ),
 )
@@ -205,11 +196,8 @@ def main(argv: list[str] | None = None) -> int:
     names = [step.name for step in STEPS]
     if unknown := sorted(set(arguments.only or ()) - set(names)):
         parser.error(f"no step is called {', '.join(unknown)}; there are {', '.join(names)}")
-    if (restart := restart_command(os.environ, sys.argv[1:] if argv is None else argv)) is not None:
-        os.chdir(ROOT)
-        os.execv(restart[0], restart)
+    restart_with_the_group(sys.argv[1:] if argv is None else argv)
     handle_signals()
-    FLAKY_REPORT.unlink(missing_ok=True)
     started = time.monotonic()
     chosen = [
         step
@@ -223,25 +211,16 @@ def main(argv: list[str] | None = None) -> int:
     return int(any(result.status for result in results))
 
 
-def restart_command(environ: Mapping[str, str], arguments: list[str]) -> list[str] | None:
-    """Return the command that runs these arguments with the group `dev` installed; None if it is installed.
-
-    Args:
-        environ: The variables of this process; `uv run` counts its levels in one.
-        arguments: Those of this program.
-
-    Raises:
-        SystemExit: The group is not installed, and there is no uv to install it.
-    """
-    has_tests = importlib.util.find_spec("pytest") is not None
-    if has_tests and environ.get("UV_RUN_RECURSION_DEPTH") != "1":
-        return None
+def restart_with_the_group(arguments: list[str]) -> None:
+    """Start this program again with the group `dev` where `uv run` alone started it, or pytest is missing."""
+    is_installed = importlib.util.find_spec("pytest") is not None
+    if is_installed and os.environ.get("UV_RUN_RECURSION_DEPTH") != "1":  # `uv run` counts its levels
+        return
     if shutil.which(UV) is None:
-        raise SystemExit(
-            "the checks need the group dev of pyproject.toml: pip install uv, or uv sync --group dev"
-        )
+        raise SystemExit("the checks need the group dev of pyproject.toml: pip install uv")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return [UV, "run", "--group", "dev", "--python", python, "tools/check.py", *arguments]
+    os.chdir(ROOT)
+    os.execv(UV, [UV, "run", "--group", "dev", "--python", python, "tools/check.py", *arguments])
 
 
 def run_at_once(steps: list[Step]) -> Iterator[Result]:
@@ -261,19 +240,22 @@ def run(step: Step, show: Show = SHOW) -> Result:
     """Run one step, passing its output to `show`; run the tests that fail once more, each by itself."""
     show(f"\n##### {step.name}: {step.about}\n")
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="check") as folder:
-        cache = Path(folder)
+    with tempfile.TemporaryDirectory(prefix="check") as cache:
         command = (*step.command, "-o", f"cache_dir={cache}") if step.once_more else step.command
         status, tests = passed_through(command, show)
-        suspects = failed_tests(cache) if status == 1 and step.once_more else ()
-    flaky: tuple[str, ...] = ()
+        failed = Path(cache, "v", "cache", "lastfailed")  # where pytest keeps what failed
+        suspects = sorted(json.loads(failed.read_text())) if status == 1 and failed.exists() else []
+    flaky: list[str] = []
     if 0 < len(suspects) <= MAX_RERUNS:
-        flaky = tuple(test for test in suspects if passes_alone(step, test, show))
+        for test in suspects:
+            show(f"\n##### {step.name}, once more: {test}\n")
+            flaky += [test] if passed_through((*step.once_more, test), show)[0] == 0 else []
         tests["passed"] += len(flaky)
         tests["failed"] -= len(flaky)
         status = int(len(flaky) < len(suspects))
-    seconds = time.monotonic() - started
-    return Result(step=step, status=status, seconds=seconds, tests=tests, flaky=flaky)
+    return Result(
+        step=step, status=status, seconds=time.monotonic() - started, tests=tests, flaky=tuple(flaky)
+    )
 
 
 def passed_through(command: tuple[str, ...], show: Show) -> tuple[int, Counter[str]]:
@@ -294,19 +276,6 @@ def passed_through(command: tuple[str, ...], show: Show) -> tuple[int, Counter[s
             show(line)
             tests.update(counted(line))
     return process.returncode, tests
-
-
-def failed_tests(cache: Path) -> tuple[str, ...]:
-    """The ids of the tests that failed, as pytest keeps them in its cache folder."""
-    found = cache / "v" / "cache" / "lastfailed"
-    return tuple(sorted(json.loads(found.read_text()))) if found.exists() else ()
-
-
-def passes_alone(step: Step, test: str, show: Show) -> bool:
-    """Run one test of a step in a process of its own."""
-    show(f"\n##### {step.name}, once more: {test}\n")
-    status, _ = passed_through((*step.once_more, test), show)
-    return status == 0
 
 
 def environment() -> dict[str, str]:
@@ -352,8 +321,6 @@ def print_summary(results: list[Result], seconds: float) -> None:
     flaky = [f"{result.step.name}: {test}" for result in results for test in result.flaky]
     if flaky:
         print("\nFLAKY: these failed, and passed when they ran by themselves", *flaky, sep="\n  ")
-        FLAKY_REPORT.parent.mkdir(exist_ok=True)
-        FLAKY_REPORT.write_text("\n".join(flaky) + "\n")
     failed = [result.step.name for result in results if result.status]
     print(
         f"{len(results) - len(failed)} of {len(results)} steps passed"

@@ -9,30 +9,25 @@ models, beside a pinned copy and the reference. D: speed of FP8, checkpoints, `a
 CUDA's sanitizer of streams. E: bitsandbytes, optimizers that know shards, losses in chunks, axes.
 
 The machine needs Python 3.12 with torch 2.11 or newer, transformers, accelerate, scikit-learn, pytest and
-hypothesis. What else is needed is packed by `--prepare` (for Linux on x86-64; `WHEELS` names it; at most 64
-MiB, bitsandbytes apart): a step installs it into a folder of its own, without a network. Without build/gpu a
-step uses what is installed. Not here: the tests of `tests-integration/clients`, whose environment needs uv.
+hypothesis. What else is needed is packed by `--prepare` (for Linux on x86-64; `WHEELS` names it): a step
+installs it into a folder of its own, without a network. Without build/gpu a step uses what is installed.
+Not here: the tests of `tests-integration/clients`, whose environment needs uv.
 
-Each result is printed at once. At the end, junit files of the tests and `gpu_check_STEP.json` are in `$OUT`
-(build/gpu/out by default). A check that takes too long is interrupted, and the next one runs.
+Junit files of the tests are in `$OUT` (build/gpu/out by default). A check that takes too long is interrupted,
+and the next one runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKED = ROOT / "build" / "gpu"
@@ -42,8 +37,6 @@ PLATFORMS = [
     f"--platform={name}_x86_64"
     for name in ("manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 ]
-MIB = 1 << 20
-LIMIT_MIB = 64
 WHEELS = {  # those of uv.lock
     "wheels": (
         *("annotated-types", "einops", "hjson", "megatron-core", "msgpack", "ninja", "prompt-toolkit"),
@@ -53,7 +46,7 @@ WHEELS = {  # those of uv.lock
     "bitsandbytes": ("bitsandbytes",),
 }
 SOURCES = ("deepspeed",)  # there is no wheel: it is built here
-GRACE_S = 20.0  # in which an interrupted check writes its report
+GRACE_S = 20  # in which an interrupted check writes its report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +57,14 @@ class Check:
         name: What it is called in the report.
         command: Its arguments for Python; those of pytest begin with `-m pytest`.
         seconds: After so many it is interrupted.
-        small: Further arguments where it is rehearsed on the CPU; `None` if it cannot run there.
+        small: Further arguments where it is rehearsed on the CPU.
         environ: Further variables.
     """
 
     name: str
     command: tuple[str, ...]
     seconds: int
-    small: tuple[str, ...] | None = None
+    small: tuple[str, ...] = ()
     environ: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -95,7 +88,7 @@ def gpu_tests(name: str, *paths: str, seconds: int, marker: str = "gpu", **more:
     )
 
 
-def program(name: str, *command: str, seconds: int, small: tuple[str, ...] | None = ("--small",)) -> Check:
+def program(name: str, *command: str, seconds: int, small: tuple[str, ...] = ("--small",)) -> Check:
     """A program that prints its results."""
     return Check(name=name, command=command, seconds=seconds, small=small)
 
@@ -159,164 +152,88 @@ def main(argv: list[str] | None = None) -> int:
         return prepare()
     if arguments.step is None:
         parser.error("name a step: A, B, C, D or E; or --prepare")
-    checks = [step for step in STEPS[arguments.step] if arguments.only in {None, step.name}]
-    return Run(arguments.step, rehearse=arguments.rehearse).run(checks)
+    out = Path(os.environ.get("OUT") or PACKED / "out")
+    out.mkdir(parents=True, exist_ok=True)
+    environ = environment(arguments.step)
+    code = "import sys, torch; print(sys.version, torch.__version__, torch.accelerator.current_accelerator())"
+    facts = subprocess.run(
+        [sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True, check=True
+    )
+    print(f"##### step {arguments.step}: Python {facts.stdout.strip()}", flush=True)
+    if not arguments.rehearse and facts.stdout.split()[-1] == "None":
+        print("There is no accelerator here; --rehearse runs what can run without.")
+        return 1
+    checks = [check for check in STEPS[arguments.step] if arguments.only in {None, check.name}]
+    states: list[str] = []
+    for check in checks:
+        started = time.monotonic()
+        junit = f"--junitxml={out / f'{arguments.step}_{check.name}.xml'}"
+        state = run(check, environ, junit, rehearse=arguments.rehearse)
+        states.append(f"{check.name:<14} {state:<12} {time.monotonic() - started:6.1f} s")
+        print(f"##### {states[-1]}", flush=True)
+    bad = [line for line in states if line.split()[1] != "passed"]
+    print(
+        f"\n##### step {arguments.step}: {len(states) - len(bad)} of {len(states)} checks passed",
+        *states,
+        sep="\n",
+    )
+    return int(bool(bad))
 
 
 def prepare() -> int:
-    """Pack our wheels and those of `WHEELS`; return 1 if they are too large to travel."""
-    uv = os.environ.get("UV") or shutil.which("uv")
-    pip = [uv, "tool", "run", "pip"] if uv else [sys.executable, "-m", "pip"]
+    """Pack our wheels and those of `WHEELS`."""
+    uv = os.environ.get("UV") or shutil.which("uv") or "uv"
+    pip = [uv, "tool", "run", "pip"]
+    locked = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    versions = {package["name"]: f"{package['name']}=={package['version']}" for package in locked}
     shutil.rmtree(PACKED, ignore_errors=True)
-    folders = {name: PACKED / name for name in WHEELS}
-    subprocess.run(
-        [uv or "uv", "build", "--quiet", "--all-packages", "--wheel", "--out-dir", str(folders["wheels"])],
-        cwd=ROOT,
-        check=True,
-    )
+    ours = PACKED / "wheels"
+    build = ["build", "--quiet", "--all-packages", "--wheel", "--out-dir", str(ours)]
+    subprocess.run([uv, *build], cwd=ROOT, check=True)
     for name, distributions in WHEELS.items():
-        wanted = [f"{each}=={locked_version(each)}" for each in distributions]
-        command = [*pip, "download", "--quiet", "--no-deps", *TARGET, *PLATFORMS, "-d", str(folders[name])]
-        subprocess.run([*command, *wanted], check=True)
-    for each in SOURCES:
-        wanted = f"{each}=={locked_version(each)}"
-        subprocess.run(
-            [*pip, "wheel", "--quiet", "--no-deps", "-w", str(folders["wheels"]), wanted], check=True
-        )
-    fits = True
-    for folder in folders.values():
-        (folder / ".gitignore").unlink(missing_ok=True)
-        size = sum(file.stat().st_size for file in folder.iterdir()) / MIB
-        print(f"{folder}: {len(list(folder.iterdir()))} wheels, {size:.1f} MiB")
-        fits = fits and size <= LIMIT_MIB
-    return int(not fits)
+        command = [*pip, "download", "--quiet", "--no-deps", *TARGET, *PLATFORMS, "-d", str(PACKED / name)]
+        subprocess.run([*command, *(versions[each] for each in distributions)], check=True)
+    wanted = [versions[each] for each in SOURCES]
+    subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "-w", str(ours), *wanted], check=True)
+    (ours / ".gitignore").unlink(missing_ok=True)
+    for folder in (PACKED / name for name in WHEELS):
+        sizes = [file.stat().st_size for file in folder.iterdir()]
+        print(f"{folder}: {len(sizes)} wheels, {sum(sizes) / (1 << 20):.1f} MiB")
+    return 0
 
 
-def locked_version(distribution: str) -> str:
-    """Return the version of a distribution in uv.lock."""
-    lines = (ROOT / "uv.lock").read_text().splitlines()
-    at = lines.index(f'name = "{distribution}"')
-    return lines[at + 1].split('"')[1]
+def environment(step: str) -> dict[str, str]:
+    """Install what was packed into a folder of its own; return the environment with it on the path."""
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    names = ("wheels", "bitsandbytes") if step == "E" else ("wheels",)
+    wheels = [str(file) for name in names for file in sorted((PACKED / name).glob("*.whl"))]
+    if not wheels:
+        return environ
+    site = PACKED / "site"
+    shutil.rmtree(site, ignore_errors=True)
+    options = ("--no-index", "--no-deps", "--no-compile", "--disable-pip-version-check", "--quiet")
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(site), *wheels]
+    subprocess.run(command, check=True)
+    path = [str(site), *filter(None, [environ.get("PYTHONPATH")])]
+    return {**environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
-class Run:
-    """A step: its environment, its report, and the files that it leaves."""
-
-    def __init__(self, step: str, *, rehearse: bool) -> None:
-        self.step, self.rehearse = step, rehearse
-        self.out = Path(os.environ.get("OUT") or PACKED / "out")
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.results: list[dict[str, object]] = []
-
-    def run(self, checks: list[Check]) -> int:
-        """Run the checks, whatever fails; write the report after each."""
-        environ = self.environment()
-        code = "import torch; print(torch.__version__, torch.accelerator.is_available(), torch.__file__)"
-        facts = subprocess.run(
-            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
-        )
-        line = f"Python {platform.python_version()}, torch {facts.stdout.strip() or facts.stderr[-500:]}"
-        print(f"##### step {self.step}: {line}", flush=True)
-        if not self.rehearse and " True " not in facts.stdout:
-            print("There is no accelerator here; --rehearse runs what can run without.")
-            return 1
-        for check in checks:
-            self.results.append(self.run_one(check, environ))
-            report = {"step": self.step, "machine": line, "rehearsed": self.rehearse, "checks": self.results}
-            (self.out / f"gpu_check_{self.step}.json").write_text(json.dumps(report, indent=1))
-        failed = [result for result in self.results if result["state"] not in {"passed", "left out"}]
-        passed = len(self.results) - len(failed)
-        print(f"\n##### step {self.step}: {passed} of {len(self.results)} checks passed")
-        for result in self.results:
-            print(f"{result['name']:<14} {result['state']:<12} {result['seconds']:6.1f} s")
-        return int(bool(failed))
-
-    def environment(self) -> dict[str, str]:
-        """Install what was packed into a folder of its own; return the environment with it on the path."""
-        environ = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-        names = ("wheels", "bitsandbytes") if self.step == "E" else ("wheels",)
-        wheels = [str(file) for name in names for file in sorted((PACKED / name).glob("*.whl"))]
-        if not wheels:
-            return environ
-        site = PACKED / "site"
-        shutil.rmtree(site, ignore_errors=True)
-        options = ("--no-index", "--no-deps", "--no-compile", "--disable-pip-version-check", "--quiet")
-        command = [sys.executable, "-m", "pip", "install", *options, "--target", str(site), *wheels]
-        subprocess.run(command, check=True)
-        path = [str(site), *filter(None, [environ.get("PYTHONPATH")])]
-        return {**environ, "PYTHONPATH": os.pathsep.join(path)}
-
-    def run_one(self, check: Check, environ: dict[str, str]) -> dict[str, object]:
-        """Run a check; return its result."""
-        command = [sys.executable, *check.command]
-        if self.rehearse:
-            if check.small is None:
-                return {"name": check.name, "state": "left out", "seconds": 0.0, "lines": []}
-            command += check.small
-        elif check.is_test:
-            command.append(f"--junitxml={self.out / f'{self.step}_{check.name}.xml'}")
-        print(f"\n##### {check.name}: python {' '.join(command[1:])}", flush=True)
-        started, lines = time.monotonic(), list[str]()
-        limit = check.seconds * (4 if self.rehearse else 1)  # a CPU may be busy with other things
-        status = watch(command, {**environ, **dict(check.environ)}, limit, lines)
-        seconds = round(time.monotonic() - started, 1)
-        state = "passed" if status == 0 else "interrupted" if status is None else f"failed ({status})"
-        print(f"##### {check.name}: {state} after {seconds} s", flush=True)
-        shown = [line for line in lines if not check.is_test or line.startswith(("FAILED", "ERROR", "="))]
-        return {"name": check.name, "state": state, "seconds": seconds, "lines": shown[-200:]}
-
-
-def watch(command: list[str], environ: dict[str, str], seconds: float, lines: list[str]) -> int | None:
-    """Run a command, printing and keeping its lines; return its exit status, `None` if it took too long."""
-    with subprocess.Popen(
-        command,
+def run(check: Check, environ: dict[str, str], junit: str, *, rehearse: bool) -> str:
+    """Run a check until its time is over; return what became of it."""
+    more = check.small if rehearse else [junit] * check.is_test
+    limit = check.seconds * (4 if rehearse else 1)  # a CPU may be busy with other things
+    command = [sys.executable, *check.command, *more]
+    print(f"\n##### {check.name}: python {' '.join(command[1:])}", flush=True)
+    status = subprocess.run(
+        ["timeout", "--signal=INT", f"--kill-after={GRACE_S}", str(limit), *command],
         cwd=ROOT,
-        env=environ,
+        env={**environ, **dict(check.environ)},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None
-        deadline = Deadline(process, seconds)
-        copy_lines(process.stdout, lines)
-        process.wait()
-        deadline.cancel()
-    return None if deadline.passed else process.returncode
-
-
-def copy_lines(stream: IO[str], lines: list[str]) -> None:
-    """Print each line as it comes, and keep it."""
-    for line in stream:
-        print(line, end="", flush=True)
-        lines.append(line.rstrip("\n"))
-
-
-class Deadline:
-    """Interrupt a process after some seconds, for its report; kill its session a little later."""
-
-    def __init__(self, process: subprocess.Popen[str], seconds: float) -> None:
-        self.passed = False
-        self._process = process
-        self._timers = [
-            threading.Timer(seconds, self._signal, (signal.SIGINT,)),
-            threading.Timer(seconds + GRACE_S, self._signal, (signal.SIGKILL,)),
-        ]
-        for timer in self._timers:
-            timer.daemon = True
-            timer.start()
-
-    def cancel(self) -> None:
-        """Leave the process alone."""
-        for timer in self._timers:
-            timer.cancel()
-
-    def _signal(self, number: signal.Signals) -> None:
-        self.passed = True
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+        check=False,
+    ).returncode
+    interrupted = status in {124, 137}
+    return "passed" if status == 0 else "interrupted" if interrupted else f"failed ({status})"
 
 
 if __name__ == "__main__":

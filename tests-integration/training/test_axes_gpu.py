@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +30,6 @@ from accel_train import Accelerator
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("axes_program.py")
 WIDTH, LAYERS, STEPS = 1024, 8, 4
 
@@ -211,7 +209,6 @@ def run(where: str, axis: str) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [sys.executable, *launcher, str(PROGRAM), where, json.dumps(sizes), attention],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tools")},
         capture_output=True,
         text=True,
         check=False,

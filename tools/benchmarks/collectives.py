@@ -19,20 +19,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import socket
 import statistics
+import subprocess
 import sys
 import time
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from ranks import WORLD, Ranks, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+WORLD = 2
 TENSOR_OPERATIONS = ("gather", "broadcast", "reduce")
 OBJECT_OPERATIONS = ("gather_object", "broadcast_object_list")
 SHAPES = ((16,), (16, 8), (4, 4, 2))
@@ -129,6 +133,58 @@ def work(library: str, rank: int, port: int) -> None:
     state.destroy_process_group()
 
 
+def join(rank: int, port: int) -> None:
+    """Be one rank: with one thread, on the CPU, in a group of gloo."""
+    torch.set_num_threads(1)
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+
+
+class Ranks:
+    """The two processes: each runs this file with `--work LIBRARY` and answers line by line."""
+
+    def __init__(self, python: str, library: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        command = [python, __file__, "--work", library, "--port", str(port)]
+        self.processes = [
+            subprocess.Popen(
+                [*command, "--rank", str(rank)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # as torchrun does: how the system schedules its cores depends on it
+            )
+            for rank in range(WORLD)
+        ]
+        for process in self.processes:
+            self._answer(process)
+
+    def measure(self, *what: str | int) -> float:
+        """Seconds, of the slower rank, for what a line says."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(what) + "\n")
+            process.stdin.flush()
+        return max(float(self._answer(process)) for process in self.processes)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.communicate()
+
+    @staticmethod
+    def _answer(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        answer = process.stdout.readline()
+        if not answer:
+            sys.exit(f"a rank died: {process.args!r}")
+        return answer
+
+
 def compare(ranks: dict[str, Ranks], case: str, operation: str, rounds: int) -> dict[str, float]:
     """Run the contestants alternately; return medians, in seconds and of ratios."""
     calls, calls_of_reference = CALLS[case]
@@ -163,10 +219,10 @@ def main() -> None:
     if arguments.work:
         work(arguments.work, arguments.rank, arguments.port)
         return
-    mine = Ranks(sys.executable, __file__, "accel")
+    mine = Ranks(sys.executable, "accel")
     ranks = {"ours": mine, "raw": mine}
     if arguments.reference_python:
-        ranks["reference"] = Ranks(str(arguments.reference_python), __file__, "accelerate")
+        ranks["reference"] = Ranks(str(arguments.reference_python), "accelerate")
     print(f"{'':>30} {'ours':>12} {'raw':>12} {'reference':>13} {'ours/raw':>9} {'ours/reference':>15}")
     missed: list[str] = []
     for case in arguments.cases:

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from alternating import alternate, run_on_ranks
 from process_memory import memory
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -193,13 +195,40 @@ WAYS: dict[str, Way] = {
 }
 
 
+def alternate(steps: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Return the seconds of a call of each step, in every round but the first two; who begins alternates."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(ROUNDS + 2):
+        for name in [*steps] if turn % 2 else reversed([*steps]):
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                steps[name]()
+            if turn >= 2:
+                times[name].append((time.perf_counter() - start) / STEPS)
+    return times
+
+
+def run_on_ranks(*arguments: str) -> dict[str, float]:
+    """Run this file with `--worker` and arguments on CPU ranks; return the JSON that rank 0 prints last."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS), "--standalone"]
+    done = subprocess.run(
+        [*command, __file__, "--worker", *arguments],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+    )
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 def measure_time(name: str) -> dict[str, float]:
     """Run both ways alternately; return seconds per step and the ratio."""
     way = WAYS[name]
     steps = {"by hand": way.by_hand(Stack(256, 4)), "accel": way.through_accel(Stack(256, 4))}
     batch = torch.randn(8, 32, 256)
     calls = {label: partial(step, batch) for label, step in steps.items()}
-    times = alternate(calls, rounds=ROUNDS, calls=STEPS)
+    times = alternate(calls)
     ratios = [mine / raw for mine, raw in zip(times["accel"], times["by hand"], strict=True)]
     return {label: statistics.median(each) for label, each in times.items()} | {
         "ratio": statistics.median(ratios)
@@ -247,16 +276,14 @@ def main() -> int:
     holds = True
     for name in [options.only] if options.only else WAYS:
         if options.what != "memory":
-            found = run_on_ranks(__file__, RANKS, "time", name)
+            found = run_on_ranks("time", name)
             holds &= found["ratio"] <= TIME_CLAIM
             print(
                 f"{name:10} step by hand {found['by hand'] * 1e3:7.2f} ms, accel {found['accel'] * 1e3:7.2f} "
                 f"ms, ratio {found['ratio']:.3f} (claim {TIME_CLAIM})"
             )
         if options.what != "time":
-            peaks = {
-                label: run_on_ranks(__file__, RANKS, "memory", name, label) for label in ("by hand", "accel")
-            }
+            peaks = {label: run_on_ranks("memory", name, label) for label in ("by hand", "accel")}
             ratio = peaks["accel"]["peak"] / peaks["by hand"]["peak"]
             holds &= ratio <= MEMORY_CLAIM
             print(

@@ -3,59 +3,29 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.utils import GPTTrainStep, MegatronLMPlugin
-from equality.alone import CLIP, DECAY, EPSILON, RATE, ROWS, Arithmetic, factor
+from accel.utils import MegatronLMPlugin
+from equality.alone import CLIP, DECAY, EPSILON, RATE, ROWS, Arithmetic
 from equality.strategies import Cell, Row
+from harness.cuda_names import cuda_answered_by_cpu
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
+    from collections.abc import Mapping
 
     from torch import Tensor, nn
 
-HARNESS = Path(__file__).resolve().parents[2] / "tests-integration"
 
-
-class FaultyStep(GPTTrainStep):
-    """Multiplies losses."""
-
-    def __init__(self, accelerator: Any, args: Any, by: int) -> None:
-        self.by = by
-        super().__init__(accelerator, args)
-
-    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
-        """The loss of decoders, multiplied."""
-        plain = super().get_loss_func(accelerator)
-
-        def multiplied(loss_mask: Tensor, output: Any) -> tuple[Any, ...]:
-            loss, *rest = plain(loss_mask, output)
-            return (self.by * loss, *rest)
-
-        return multiplied
-
-
-def fresh(fault: str | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def fresh(_fault: str | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A GPT-2 and its optimizer, at the beginning."""
     library: Any = importlib.import_module("transformers")
     torch.manual_seed(0)
     sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
     config = library.GPT2Config(**sizes, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)
     model = library.GPT2LMHeadModel(config)
-    rate = RATE * 1.1 if fault == "rate" else RATE
-    return model, torch.optim.AdamW(model.parameters(), lr=rate, eps=EPSILON, weight_decay=DECAY)
-
-
-def on_cpu() -> AbstractContextManager[None]:
-    """The CUDA names that megatron-core uses, answered by the CPU as in the tests."""
-    if str(HARNESS) not in sys.path:
-        sys.path.append(str(HARNESS))
-    return importlib.import_module("harness.cuda_names").cuda_answered_by_cpu()
+    return model, torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPSILON, weight_decay=DECAY)
 
 
 def train(accelerator: Any, cell: Cell, rows: Tensor) -> Mapping[str, Tensor]:
@@ -76,33 +46,19 @@ def train(accelerator: Any, cell: Cell, rows: Tensor) -> Mapping[str, Tensor]:
     return state
 
 
-def megatron(**sizes: Any) -> Callable[[Cell], dict[str, Any]]:
-    """A strategy of Megatron's sizes."""
-
-    def arguments(cell: Cell) -> dict[str, Any]:
-        by = factor(cell.fault, cell.accumulation)
-        step: dict[str, Any] = {"custom_train_step_class": FaultyStep, "custom_train_step_kwargs": {"by": by}}
-        plugin = MegatronLMPlugin(
-            gradient_clipping=CLIP if cell.clip and cell.fault != "unclipped" else 0.0,
-            **sizes,
-            **(step if by != 1 else {}),
-        )
-        return {"megatron_lm_plugin": plugin}
-
-    return arguments
-
-
 def row(sharing: int, smallest: int = 2, **sizes: Any) -> Row:
     """A row: weights are copied to bfloat16, gradients are added up in float32."""
     return Row(
-        arguments=megatron(**sizes),
+        arguments=lambda cell: {
+            "megatron_lm_plugin": MegatronLMPlugin(gradient_clipping=CLIP if cell.clip else 0.0, **sizes)
+        },
         bf16=Arithmetic(small_weights=True, small_start=True),
         sharing=sharing,
         smallest=smallest,
         bound=0.01,
         fresh=fresh,
         train=train,
-        context=on_cpu,
+        context=cuda_answered_by_cpu,
     )
 
 

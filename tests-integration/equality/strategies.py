@@ -74,14 +74,6 @@ class Row:
     train: Callable[[Any, Cell, Tensor], Mapping[str, Tensor]] | None = None
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def impossible(self, cell: Cell) -> str | None:
-        """Why a cell cannot exist; `None` if it can."""
-        if cell.world_size < self.smallest:
-            return f"two axes of two processes each need {self.smallest}"
-        if cell.precision == "no" and self.recipe is not None:
-            return "FP8 is beside bfloat16"
-        return None
-
     def arithmetic(self, cell: Cell) -> Arithmetic:
         """Where a cell rounds."""
         if cell.precision == "no":
