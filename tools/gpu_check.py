@@ -155,12 +155,12 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(os.environ.get("OUT") or PACKED / "out")
     out.mkdir(parents=True, exist_ok=True)
     environ = environment(arguments.step)
-    code = "import sys, torch; print(sys.version, torch.__version__, torch.accelerator.current_accelerator())"
+    code = "import sys, torch; print(sys.version, torch.__version__, torch.accelerator.is_available())"
     facts = subprocess.run(
         [sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True, check=True
     )
     print(f"##### step {arguments.step}: Python {facts.stdout.strip()}", flush=True)
-    if not arguments.rehearse and facts.stdout.split()[-1] == "None":
+    if not arguments.rehearse and facts.stdout.split()[-1] == "False":
         print("There is no accelerator here; --rehearse runs what can run without.")
         return 1
     checks = [check for check in STEPS[arguments.step] if arguments.only in {None, check.name}]
