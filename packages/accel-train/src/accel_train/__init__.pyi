@@ -29,8 +29,8 @@ from accel_train.data.scatter import MainProcessReadError as MainProcessReadErro
 from accel_train.data.shards import BatchSamplerShard as BatchSamplerShard
 from accel_train.data.shards import IterableDatasetShard as IterableDatasetShard
 from accel_train.data.shards import SeekableDataset as SeekableDataset
-from accel_train.forking import WorkerFailedError as WorkerFailedError
 from accel_train.launching import PrepareForLaunch as PrepareForLaunch
+from accel_train.launching import WorkerFailedError as WorkerFailedError
 from accel_train.launching import debug_launcher as debug_launcher
 from accel_train.launching import launch as launch
 from accel_train.launching import notebook_launcher as notebook_launcher
