@@ -62,25 +62,19 @@ def test_two_ranks_conform(stage, tmp_path):
 
 @pytest.mark.parametrize("stage", STAGES)
 @distributed(world_size=2)
-def test_gradients_that_are_given_up_do_not_come_back(stage):
+def test_gradients_cannot_be_given_up_before_a_step(stage):
     with deepspeed_process():
         strategy = make_strategy(zero_stage=stage)
         model = make_model()
         bundle = wrap(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1))
         engine, optimizer = bundle.models[0], bundle.optimizers[0]
-        batches = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
-        for sync in (True, False):
-            strategy.backward(engine(batches[0]).sum() * 100, accumulation=1, sync=sync)
-            strategy.discard(optimizer)
-        strategy.backward(engine(batches[1]).mean(), accumulation=1, sync=True)
+        strategy.discard(optimizer)
+        for sync in (False, True):
+            strategy.backward(engine(torch.ones(2, 3)).mean(), accumulation=1, sync=sync)
+            with pytest.raises(UnsupportedError, match=r"zero_grad\(\) between backward\(\) and optimizer"):
+                strategy.discard(optimizer)
         assert strategy.step(optimizer)
-        right = make_model()
-        for rank in range(2):
-            batch = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(rank))
-            (right(batch[1]).mean() / 2).backward()
-        torch.optim.SGD(right.parameters(), lr=0.1).step()
-        for name, value in right.state_dict().items():
-            torch.testing.assert_close(whole(strategy, engine)[name], value, rtol=0, atol=1e-6)
+        strategy.discard(optimizer)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel_state.errors import SettingsError
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
 from extending.installed import install, installed
 from harness import distributed
@@ -92,3 +93,62 @@ def reference_outputs(weights):
     model = Chain()
     model.load_state_dict(weights)
     return model(make_batches()[0][0])
+
+
+def shard_of(batch):
+    half = len(batch[0]) // 2
+    first = torch.distributed.get_rank() * half
+    return [part[first : first + half] for part in batch]
+
+
+def train_steps(accelerator, model, optimizer, batches):
+    for batch in batches:
+        accelerator.backward(model(*shard_of(batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("after", ["example_packed", None])
+@distributed(world_size=2)
+def test_an_engine_builds_its_optimizer_and_every_strategy_reads_its_files(after, tmp_path):
+    with installed(install(tmp_path / str(torch.distributed.get_rank()))):
+        from accel_example.packed import PackedOptim
+
+        batches, folder = make_batches(), tmp_path / "checkpoint"
+        first = Accelerator(cpu=True, strategy="example_packed")
+        model = Chain()
+        model, optimizer = first.prepare(model, PackedOptim(model.parameters(), lr=0.05))
+        train_steps(first, model, optimizer, batches[:3])
+        first.save_state(folder)
+        first.wait_for_everyone()
+        assert (folder / "pytorch_model" / "packed.pt").is_file()
+        assert not (folder / "model.safetensors").exists()
+        first.free_memory()
+        AcceleratorState._reset_state()
+        second = Accelerator(cpu=True, strategy=after)
+        model = Chain()
+        torch.nn.init.zeros_(model.layers[0].weight)
+        own = PackedOptim if after else torch.optim.SGD
+        options = {} if after else {"momentum": 0.9}
+        model, optimizer = second.prepare(model, own(model.parameters(), lr=0.05, **options))
+        second.load_state(folder)
+        train_steps(second, model, optimizer, batches[3:])
+        weights = second.get_state_dict(model)
+        right = Chain()
+        alone = torch.optim.SGD(right.parameters(), lr=0.05, momentum=0.9)
+        for inputs, targets in batches:
+            right(inputs, targets).backward()
+            alone.step()
+            alone.zero_grad()
+        for name, value in right.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12)
+
+
+@distributed(world_size=2)
+def test_the_placeholder_of_an_engine_is_refused_by_other_strategies(tmp_path):
+    with installed(install(tmp_path / str(torch.distributed.get_rank()))):
+        from accel_example.packed import PackedOptim
+
+        model = Chain()
+        with pytest.raises(UnsupportedError, match=r"PackedOptim.*OPTIMIZER_FROM_CONFIGURATION"):
+            Accelerator(cpu=True).prepare(model, PackedOptim(model.parameters(), lr=0.05))

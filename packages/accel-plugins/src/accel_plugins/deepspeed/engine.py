@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from accel_ops.modules import replaced_attributes
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
-
-if TYPE_CHECKING:
-    pass
 
 
 @final
@@ -22,7 +20,7 @@ class DeepSpeedEngineWrapper:
     """Wrap an engine, with the state of its gradients since the last optimizer step.
 
     `backward` reduces gradients if it completes an accumulation window; `step` then updates the model. In
-    between, gradients can be clipped or discarded.
+    between, gradients can be clipped.
 
     Args:
         engine: The engine that `deepspeed.initialize` returned.
@@ -35,6 +33,7 @@ class DeepSpeedEngineWrapper:
         self._has_gradients = False
         self._holds = 0
         self._max_grad_norm: float | None = None
+        self._plain_norm: Tensor | None = None
 
     @property
     def optimizer(self) -> Any:
@@ -60,18 +59,15 @@ class DeepSpeedEngineWrapper:
                 f"backward({', '.join(sorted(unknown))}): DeepSpeed's engine accepts a 0-d loss and the "
                 "option retain_graph. Remove the other arguments."
             )
-        optimizer = self.optimizer
-        if self._is_complete and hasattr(optimizer, "bit16_groups") and not optimizer.cpu_offload:
+        stage = self.engine.zero_optimization_stage()
+        if self._is_complete and stage in {1, 2}:
             raise UnsupportedError(
                 "A second backward() before optimizer.step(): stages 1 and 2 of DeepSpeed would overwrite "
                 "the reduced gradients of the first. Add the losses, or run all backward passes of a step "
                 "but the last one within accelerator.no_sync(model)."
             )
-        # Scale the loss in float16 at stage 0: an engine with a method `scale`, which only optimizers of
-        # stages 1 to 3 have, does not, but its `step` divides by the scale.
-        is_scaled = hasattr(optimizer, "loss_scale_config") and not hasattr(optimizer, "scale_if_loss")
-        if is_scaled and hasattr(self.engine, "scale"):
-            loss = loss.float() * _scale_of(optimizer)
+        if self.engine.fp16_enabled() and not stage:  # The engine does not scale it, but unscales gradients.
+            loss = loss.float() * self._scale
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients and not self._holds)
         with hang_monitor.collective_scope("backward"):
             self.engine.backward(loss, **kwargs)
@@ -107,7 +103,8 @@ class DeepSpeedEngineWrapper:
                 f"clip_grad_norm_(max_norm={max_norm!r}) contradicts gradient_clipping={configured!r} "
                 "in the DeepSpeed configuration. Set the latter to 'auto', or use the same number."
             )
-        if not hasattr(self.optimizer, "clip_grad"):  # It is the prepared one; gradients are in `.grad`.
+        optimizer = self.optimizer
+        if not hasattr(optimizer, "clip_grad"):  # It is the prepared one; gradients are in `.grad`.
             return self._clip_grad_attributes(max_norm, norm_type) if self._is_complete else None
         if norm_type != 2:
             raise UnsupportedError(
@@ -117,27 +114,21 @@ class DeepSpeedEngineWrapper:
         self._max_grad_norm = max_norm
         if not self._is_complete:
             return None
-        # Compute the norm over all ranks.
-        optimizer = self.optimizer
+        # Compute the norm over all ranks; the engine's is -1 if a gradient is not finite.
         if hasattr(optimizer, "scaled_global_norm"):
-            wait: Callable[[], None] | None = getattr(optimizer, "_wait_for_offload_copies", None)
-            if wait is not None:
-                wait()
-            total = optimizer.scaled_global_norm()
+            if self.engine.zero_use_cpu_optimizer() and self.engine.device.type != "cpu":
+                torch.accelerator.synchronize()  # Gradients are being copied to the host.
+            total = torch.as_tensor(optimizer.scaled_global_norm(), dtype=torch.float32)
         elif hasattr(optimizer, "_get_norm_groups"):
             groups = optimizer._get_norm_groups()
             norms = torch.stack([torch.as_tensor(group, dtype=torch.float32).reshape(()) for group in groups])
-            invalid = torch.full_like(norms[0], -1.0)
-            total = torch.where((norms < 0).any(), invalid, torch.linalg.vector_norm(norms))
+            total = torch.where((norms < 0).any(), -1.0, torch.linalg.vector_norm(norms))
         else:
             gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
             if not gradients:
                 return None
             total = torch.nn.utils.get_total_norm([gradient.float() for gradient in gradients])
-        total = torch.as_tensor(total, dtype=torch.float32)
-        # The engine's norm is -1 if a gradient is not finite.
-        total = torch.where(total < 0, torch.full_like(total, float("inf")), total)
-        return total / _scale_of(optimizer)
+        return torch.where(total < 0, float("inf"), total) / self._scale
 
     def step(self) -> bool:
         """Update the model with the gradients since the last step; do nothing if there are none.
@@ -155,72 +146,48 @@ class DeepSpeedEngineWrapper:
                 "optimizer.step() after a backward pass within no_sync(): DeepSpeed steps only with "
                 "reduced gradients. Run the last backward pass of a step outside no_sync()."
             )
-        configured = self.engine.gradient_clipping()
-        if configured and not hasattr(self.optimizer, "clip_grad"):  # The engine would not store the norm.
+        configured, optimizer = self.engine.gradient_clipping(), self.optimizer
+        if configured and not hasattr(optimizer, "clip_grad"):  # The engine would not store the norm.
             self._clip_grad_attributes(configured)
-        with hang_monitor.collective_scope("step"), self._clipping():
+        clipping = {} if self._max_grad_norm is None else {"clip_grad": self._max_grad_norm}
+        with hang_monitor.collective_scope("step"), replaced_attributes(optimizer, clipping):
             self.engine.step()
-        self._reset()
+        self._has_gradients, self._max_grad_norm = False, None
         return self.engine.was_step_applied()
 
     def discard(self) -> None:
-        """Discard the gradients since the last step."""
-        if not self._has_gradients:
-            return
-        optimizer = self.optimizer
-        optimizer.zero_grad(set_to_none=True)
-        self.engine.zero_grad()
-        for name in ("averaged_gradients", "all_grad_tensors"):
-            stored = getattr(optimizer, name, None) or {}
-            for key in stored:
-                stored[key] = None
-        for name in ("_release_preflattened_grad_buffers", "clear_hp_grads", "clear_lp_grads"):
-            clear: Callable[[], Any] | None = getattr(optimizer, name, None)
-            if clear is not None:
-                clear()
-        if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
-            optimizer.reset_cpu_buffers()
-        if hasattr(optimizer, "micro_step_id"):
-            optimizer.micro_step_id = -1 if hasattr(optimizer, "bit16_groups") else 0
-        self._reset()
+        """Do nothing if there are no gradients since the last step.
+
+        Raises:
+            UnsupportedError: There are some, which no public function of DeepSpeed discards.
+        """
+        if self._has_gradients:
+            raise UnsupportedError(
+                "optimizer.zero_grad() between backward() and optimizer.step(): DeepSpeed cannot discard the "
+                "gradients of its engine. Call optimizer.step() first, or do not call backward() for a loss "
+                "that should not count."
+            )
 
     def get_global_grad_norm(self) -> float | None:
         """Return the gradient norm of the last step, before clipping; `None` before the first."""
-        norm = self.engine.get_global_grad_norm()
+        norm = self.engine.get_global_grad_norm() if self._plain_norm is None else self._plain_norm
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
     def _clip_grad_attributes(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients in the parameters' `.grad`."""
-        parameters = self.engine.module.parameters()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-        self.engine._global_grad_norm = norm  # `get_global_grad_norm` returns it.
+        norm = torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), max_norm, norm_type=norm_type)
+        self._plain_norm = norm
         return norm
 
     @property
     def _is_complete(self) -> bool:
         return self._has_gradients and self.engine.is_gradient_accumulation_boundary()
 
-    def _reset(self) -> None:
-        self._has_gradients = False
-        self._max_grad_norm = None
-
-    @contextmanager
-    def _clipping(self) -> Generator[None]:
-        """Set the optimizer's clipping norm within the block."""
-        if self._max_grad_norm is None:
-            yield
-            return
-        optimizer = self.optimizer
-        before, optimizer.clip_grad = optimizer.clip_grad, self._max_grad_norm
-        try:
-            yield
-        finally:
-            optimizer.clip_grad = before
-
-
-def _scale_of(optimizer: Any) -> float:
-    config = getattr(optimizer, "loss_scale_config", None)
-    return getattr(optimizer, "loss_scale", 1.0) if config is None else config.cur_scale
+    @property
+    def _scale(self) -> float:
+        """The loss scale."""
+        config = getattr(self.optimizer, "loss_scale_config", None)
+        return getattr(self.optimizer, "loss_scale", 1.0) if config is None else config.cur_scale
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):

@@ -58,10 +58,9 @@ def start(runtime: Runtime) -> ModuleType:
     with environ.patch_environment(**device):  # DeepSpeed chooses its device when it is imported.
         deepspeed = load_library("the strategy 'deepspeed'")
         process_group.join_single(runtime.kind.backend, runtime.device)
-        comm = ds_module("comm.comm")
-        if comm.cdb is None or not comm.cdb.is_initialized():
+        if not deepspeed.comm.is_initialized():
             with _without_compiling(runtime.device):
-                comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+                deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     return deepspeed
 
 
@@ -120,6 +119,11 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
 def is_sharded(parameter: torch.Tensor) -> bool:
     """Return whether stage 3 has sharded a parameter."""
     return "ds_id" in vars(parameter)
+
+
+def is_flattened(optimizer: Any) -> bool:
+    """Return whether an engine has flattened and sharded the parameters of its optimizer."""
+    return isinstance(optimizer, ds_module("runtime.base_optimizer").ZeROOptimizer)
 
 
 @contextmanager

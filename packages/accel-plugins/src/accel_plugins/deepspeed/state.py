@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from accel_ops.modules import extract_model_from_parallel, replaced_attributes
 from accel_plugins.deepspeed.folder import engine_folder, load_file, read_folder
-from accel_plugins.deepspeed.library import GatheredParameters, ds_module, is_sharded
+from accel_plugins.deepspeed.library import GatheredParameters, ds_module, is_flattened, is_sharded
 from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
 from accel_plugins.sharding.shards import group_tied_names
 from accel_plugins.sharding.state import StateAllocator, StateForm, names_to_indices, state_by_name
@@ -90,7 +90,7 @@ class EngineState:
                 f"The state dict does not fit {type(self._module).__name__}: "
                 f"{some_of(problems, most=20, width=300)}."
             )
-        # 2. Copy the weights, and the master weights from them; then exact values of master weights.
+        # 2. Copy the weights, and exact values to the master weights.
         seen: set[int] = set()
         for name in shapes:
             value = current[name]
@@ -103,7 +103,7 @@ class EngineState:
         refresh: Callable[[], None] | None = getattr(outer, "refresh_fp32_params", None)
         if refresh is not None:
             refresh()
-        utils = ds_module("utils")
+        utils, masters = ds_module("utils"), self._masters()
         for name in shapes:
             value = current[name]
             if not self._has_master(value):
@@ -111,17 +111,17 @@ class EngineState:
             full = _read(state[name]).to(value.device, torch.float32)
             if is_sharded(value):
                 utils.safe_set_local_fp32_param(value, _local_shard(value, full))
-            elif hasattr(value, "_hp_mapping"):
+            elif id(value) in masters:
+                masters[id(value)].copy_(full)
+            else:
                 utils.safe_set_full_fp32_param(value, full)
-            elif (master := dict(_iter_masters(outer)).get(id(value))) is not None:
-                master.copy_(full)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     @torch.no_grad()
     def optimizer(self, *, keep: bool) -> dict[str, Any]:
         """Gather the optimizer's full state dict, as in a single process; empty on ranks without `keep`."""
         outer = self._engine.optimizer
-        if not _is_flattened(outer):
+        if not is_flattened(outer):
             base = getattr(outer, "optimizer", outer)
             return base.state_dict() if keep else {}
         numbers = count()
@@ -131,44 +131,33 @@ class EngineState:
         ]
         get_state = ds_module("utils").safe_get_full_optimizer_state
         states: dict[int, Any] = {}
-        for index, tensor in enumerate(chain.from_iterable(self._groups)):
-            if not tensor.requires_grad:
+        for group, index, tensor in self._trained():
+            flat = next((flat for flat in self._flats(group) if flat in outer.optimizer.state), None)
+            if flat is None:
                 continue
-            flat = self._flat_of(tensor)
-            saved: dict[str, Any] = {
-                name: value
-                for name, value in outer.optimizer.state.get(flat, {}).items()
-                if value is not None
-            }
-            for name, value in saved.items():
+            entry: dict[str, Any] = {}
+            for name, value in outer.optimizer.state[flat].items():
                 if _is_flat(value) and value.shape != flat.shape:
                     raise UnsupportedError(
                         f"The optimizer's state {name!r} has shape {tuple(value.shape)} for parameters that "
                         "DeepSpeed has flattened into one, and cannot be split by parameter. Save the "
                         "engine's own folder."
                     )
-            single = {  # Each parameter has its own step.
-                name: value.clone() if isinstance(value, torch.Tensor) else value
-                for name, value in saved.items()
-                if not _is_flat(value)
-            }
-            full = {
-                name: _on_host(get_state(tensor, name)) if keep else get_state(tensor, name)
-                for name, value in saved.items()
-                if _is_flat(value)
-            }
-            if keep and saved:
-                states[index] = {**single, **full}
+                if _is_flat(value):
+                    full = get_state(tensor, name)
+                    entry[name] = _on_host(full) if keep else None
+                elif value is not None:  # Each parameter has its own step.
+                    entry[name] = value.clone() if isinstance(value, torch.Tensor) else value
+            states |= {index: entry} if keep and entry else {}
         return {"state": states, "param_groups": groups} if keep else {}
 
     @torch.no_grad()
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
         """Load an optimizer's full state dict, the same on every rank."""
         outer = self._engine.optimizer
-        if not _is_flattened(outer):
+        if not is_flattened(outer):
             load_in_place(getattr(outer, "optimizer", outer), state)
             return
-        tensors = [*chain.from_iterable(self._groups)]
         saved: Sequence[Mapping[str, Any]] = state["param_groups"]
         counts = [len(group["params"]) for group in saved]
         if counts != [len(group) for group in self._groups]:
@@ -179,18 +168,56 @@ class EngineState:
             )
         for group, before in zip(outer.optimizer.param_groups, saved, strict=False):
             group.update({name: value for name, value in before.items() if name != "params"})
-        self._allocate_state(tensors, state["state"])
         utils = ds_module("utils")
         order = [index for group in saved for index in group["params"]]
-        for tensor, index in zip(tensors, order, strict=True):
-            for name, value in state["state"].get(index, {}).items():
-                if not tensor.requires_grad or not _is_flat(value):
+        for number, position, tensor in self._trained():
+            flats, entry = self._flats(number), state["state"].get(order[position], {})
+            # 1. Allocate the state of flat partitions as zeros, and link it to the parameters.
+            for flat in flats:
+                current = outer.optimizer.state[flat]
+                for name, value in entry.items():
+                    if not _is_flat(value):
+                        current[name] = value.clone() if isinstance(value, torch.Tensor) else value
+                    elif name not in current:
+                        current[name] = torch.zeros_like(flat)
+            if not is_sharded(tensor):
+                utils.lazy_init_hp_params_optimizer_state([tensor], flats[0], outer.optimizer.state)
+            # 2. Copy the values.
+            for name, value in entry.items():
+                if not _is_flat(value):
                     continue
                 full = value.to(tensor.device, torch.float32)
                 if is_sharded(tensor):
                     utils.safe_set_local_optimizer_state(tensor, _local_shard(tensor, full), name)
                 else:
                     utils.safe_set_full_optimizer_state(tensor, full, name)
+
+    def _trained(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield the group, the number and the tensor of every trained parameter."""
+        number = 0
+        for group, tensors in enumerate(self._groups):
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    yield group, number, tensor
+                number += 1
+
+    def _flats(self, group: int) -> list[Tensor]:
+        """Return this rank's flat partitions of a group; at stage 3, where a group has none, those of all."""
+        outer = self._engine.optimizer
+        return outer.optimizer.param_groups[group]["params"] or outer.fp32_partitioned_groups_flat
+
+    def _masters(self) -> dict[int, Tensor]:
+        """Return the master weights of 16-bit parameters that are not flattened, by the parameter's id."""
+        if self._engine is None or is_flattened(self._engine.optimizer):
+            return {}
+        outer = self._engine.optimizer
+        groups = getattr(outer, "optimizer", outer).param_groups
+        return {
+            id(small): large
+            for tensors, group in zip(self._groups, groups, strict=False)
+            for small, large in zip([t for t in tensors if t.requires_grad], group["params"], strict=False)
+            if small.shape == large.shape
+        }
 
     def names(self) -> list[list[str]]:
         """Return the names of the optimizer's parameters, group by group."""
@@ -222,60 +249,12 @@ class EngineState:
         if exact and self._has_master(value):
             master = ds_module("utils").safe_get_full_fp32_param(value)
             if master is None:
-                masters = dict(_iter_masters(self._engine.optimizer))
-                master = masters.get(id(value), value.detach().float())
+                master = self._masters().get(id(value), value.detach().float())
             return _on_host(master) if keep else None
         if not is_sharded(value):
             return (_on_host(value) if to_host else value.detach()) if keep else None
         with GatheredParameters([value]):
             return _on_host(value.detach().clone()) if keep else None
-
-    def _flat_of(self, tensor: Tensor) -> Tensor:
-        """Return this rank's flat partition that contains a parameter."""
-        outer = self._engine.optimizer
-        if is_sharded(tensor):
-            return outer.fp32_partitioned_groups_flat[outer.grad_position[outer.get_param_id(tensor)][0]]
-        flat = getattr(outer, "single_partition_of_fp32_groups", None) or outer.fp32_groups_flat_partition
-        for index, group in enumerate(getattr(outer, "bit16_groups", None) or outer.bf16_groups):
-            if any(member is tensor for member in group):
-                return flat[index]
-        raise AssertionError("every trained parameter is in a group")
-
-    def _allocate_state(self, tensors: Sequence[Tensor], states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Allocate the state of every flat partition as zeros of its shape."""
-        outer = self._engine.optimizer
-        sample = next(iter(states.values()), None)
-        if sample is None:
-            return
-        for tensor in tensors:
-            if not tensor.requires_grad:
-                continue
-            flat = self._flat_of(tensor)
-            saved = outer.optimizer.state[flat]
-            for name, value in sample.items():
-                if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                    saved[name] = value.clone() if isinstance(value, torch.Tensor) else value
-                elif name not in saved:
-                    saved[name] = torch.zeros_like(flat)
-        link: Callable[[], None] | None = getattr(outer, "_lazy_init_hp_params_optimizer_state", None)
-        if link is not None:
-            outer._hp_optimizer_states_linked = False
-            link()
-
-
-def _is_flattened(outer: Any) -> bool:
-    """Return whether a DeepSpeed optimizer has flattened and sharded its parameters."""
-    names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
-    return any(hasattr(outer, name) for name in names)
-
-
-def _iter_masters(outer: Any) -> Iterator[tuple[int, Tensor]]:
-    """Yield the ids of 16-bit parameters with their master weights, if the optimizer has any."""
-    for small, large in zip(
-        getattr(outer, "fp16_groups", ()), getattr(outer, "fp32_groups", ()), strict=False
-    ):
-        for parameter, copy in zip(small, large, strict=True):
-            yield id(parameter), copy
 
 
 def _is_flat(value: Any) -> bool:

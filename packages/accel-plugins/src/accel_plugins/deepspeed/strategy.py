@@ -29,7 +29,13 @@ from accel_plugins.deepspeed.engine import (
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
 )
-from accel_plugins.deepspeed.library import ds_module, is_sharded, map_pytorch_optim_to_deepspeed, start
+from accel_plugins.deepspeed.library import (
+    ds_module,
+    is_flattened,
+    is_sharded,
+    map_pytorch_optim_to_deepspeed,
+    start,
+)
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.deepspeed.sequence import sequences_of
 from accel_plugins.deepspeed.state import DeepSpeedStates
@@ -212,7 +218,7 @@ class DeepSpeedStrategy(Strategy):
             original.state = replacement.state
             optimizer.optimizer = original
         # 16-bit optimizers of stage 0 initialise their state by a step, which would count and decay weights.
-        if hasattr(optimizer, "fp32_groups") and hasattr(optimizer, "refresh_fp32_params"):
+        if hasattr(optimizer, "refresh_fp32_params") and not is_flattened(optimizer):
             optimizer.optimizer.state.clear()
             optimizer.refresh_fp32_params()
         if bundle.optimizers:
@@ -302,7 +308,6 @@ class DeepSpeedStrategy(Strategy):
         return self.wrapper.step()
 
     def discard(self, optimizer: Optimizer) -> None:
-        """Drop the gradients of the optimizer, including those that the engine has already reduced."""
         self._check_own(optimizer)
         self.wrapper.discard()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from accel_plugins.megatron.plugin import OWN_CODE, MegatronLMPlugin
 from accel_state.errors import SettingsError, UnsupportedError
@@ -116,12 +116,7 @@ def has_own_code(plugin: MegatronLMPlugin) -> bool:
 
 
 def check_offload(plugin: MegatronLMPlugin, optimizer: Optimizer) -> None:
-    """Refuse optimizers that megatron-core cannot offload, or keep in fewer bits."""
-    if plugin.use_precision_aware_optimizer and not isinstance(optimizer, Adam | AdamW):
-        raise UnsupportedError(
-            "MegatronLMPlugin(use_precision_aware_optimizer=True): megatron-core does so for AdamW, not for "
-            f"{type(optimizer).__name__}: use torch.optim.AdamW, or leave it out."
-        )
+    """Refuse optimizers that megatron-core would offload as an AdamW."""
     is_adamw = isinstance(optimizer, AdamW) or optimizer.defaults.get("decoupled_weight_decay", False)
     if plugin.optimizer_cpu_offload and not is_adamw:
         raise UnsupportedError(
