@@ -13,6 +13,7 @@ from accel_ops.modules import replaced_attributes
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.streams import synchronize
 
 
 @final
@@ -116,8 +117,8 @@ class DeepSpeedEngineWrapper:
             return None
         # Compute the norm over all ranks; the engine's is -1 if a gradient is not finite.
         if hasattr(optimizer, "scaled_global_norm"):
-            if self.engine.zero_use_cpu_optimizer() and self.engine.device.type != "cpu":
-                torch.accelerator.synchronize()  # Gradients are being copied to the host.
+            if self.engine.zero_use_cpu_optimizer():
+                synchronize(self.engine.device)  # Gradients are being copied to the host.
             total = torch.as_tensor(optimizer.scaled_global_norm(), dtype=torch.float32)
         elif hasattr(optimizer, "_get_norm_groups"):
             groups = optimizer._get_norm_groups()
