@@ -105,7 +105,8 @@ def siblings() -> Iterator[str]:
     members = projects(ROOT)
     for name, project in members.items():
         needed = {match[0] for line in project["dependencies"] if (match := NAME.match(line))}
-        files = ROOT.glob(f"packages/{name}/src/**/*.py*")
+        source = ROOT / "packages" / name / "src"
+        files = [*source.rglob("*.py"), *source.rglob("*.pyi")]
         modules = {module for file in files for module in OURS.findall(file.read_text())}
         used = {METAPACKAGE if module == "accel" else module.replace("_", "-") for module in modules}
         wanted = used & members.keys() - {name}
