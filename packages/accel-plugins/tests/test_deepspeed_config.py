@@ -24,8 +24,6 @@ from accel_plugins.deepspeed.config import (
     batch_size_of,
     fill,
     hidden_size_of,
-    leaves,
-    put,
     read_config,
 )
 from accel_plugins.deepspeed.library import load_library
@@ -46,6 +44,15 @@ CONFIGS = st.recursive(
     lambda inner: st.dictionaries(KEY, inner | st.integers() | st.just("auto"), max_size=3),
     max_leaves=8,
 )
+
+
+def leaves(config, prefix=""):
+    """Yield the dotted keys of the values that are not dictionaries."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def values_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +84,7 @@ def test_what_is_filled_in_does_not_come_back_to_the_dictionary_of_the_caller():
 
 @pytest.mark.parametrize(
     ("content", "story"),
-    [("[1]", "must be one object"), ("{", "is not valid JSON")],
+    [("[1]", "must be one object"), ("{", "cannot be read: Expecting property name")],
 )
 def test_a_file_that_is_no_configuration_is_named(tmp_path, content, story):
     path = tmp_path / "ds.json"
@@ -145,14 +152,6 @@ def test_filling_changes_what_is_open_and_known_and_nothing_else(config, values)
 
 def _differs(value: Any, other: Any) -> bool:
     return isinstance(value, bool) != isinstance(other, bool) or value != other
-
-
-@given(CONFIGS)
-def test_a_configuration_is_the_sum_of_its_leaves(config):
-    again: dict[str, Any] = {}
-    for key, value in values_of(config).items():
-        put(again, key, value)
-    assert values_of(again) == values_of(config)
 
 
 def test_all_mismatches_are_reported_at_once_with_both_values_and_their_sources():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import copy
 import importlib
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from functools import reduce
 from operator import getitem
@@ -150,39 +149,27 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
         >>> read_config({"zero_optimization": {"stage": 2}})
         {'zero_optimization': {'stage': 2}}
     """
-    if not isinstance(source, (str, Path)) and not hasattr(source, "__fspath__"):
-        try:
-            return copy.deepcopy(dict(cast("Mapping[str, Any]", source)))
-        except (TypeError, ValueError):
-            raise SettingsError(
-                f"The DeepSpeed configuration {source!r} is not a dictionary, the path of a JSON file, or "
-                "JSON in base64."
-            ) from None
-    # 1. Read the text of a file, or decode it.
-    path = Path(cast("str", source)).expanduser()
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source))
+    expected = "Pass a dictionary, the path of a JSON file, or JSON in base64."
+    try:
+        path = Path(source).expanduser()
+    except TypeError:
+        raise SettingsError(f"The DeepSpeed configuration is {source!r}. {expected}") from None
     try:
         is_file = path.is_file()
     except OSError:  # The text is too long for a name: it is base64.
         is_file = False
-    where = f"the file {str(path)!r}" if is_file else "the base64 text"
+    where = f"in the file {str(source)!r}" if is_file else f"{str(source)!r}, which is no file,"
     try:
-        content = path.read_bytes() if is_file else base64.urlsafe_b64decode(str(source))
-        text = content.decode()
-    except (OSError, binascii.Error, UnicodeError) as error:
-        if is_file:
-            raise SettingsError(f"The DeepSpeed configuration in {where} cannot be read: {error}.") from None
-        raise SettingsError(
-            f"There is no DeepSpeed configuration file {str(source)!r}, and the text is not base64. "
-            "Pass the path of a JSON file."
-        ) from None
-
-    # 2. Parse it.
-    try:
+        text = path.read_text("utf-8") if is_file else base64.urlsafe_b64decode(str(source)).decode()
         config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"The DeepSpeed configuration in {where} is not valid JSON: {error}.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingsError(
+            f"The DeepSpeed configuration {where} cannot be read: {error}. {expected}"
+        ) from None
     if not isinstance(config, dict):
-        raise SettingsError(f"The DeepSpeed configuration in {where} is {config!r}; it must be one object.")
+        raise SettingsError(f"The DeepSpeed configuration {where} is {config!r}; it must be one object.")
     return cast("dict[str, Any]", config)
 
 
@@ -327,30 +314,28 @@ def fill(config: Mapping[str, Any], known: Mapping[str, KnownValue]) -> Filled:
         >>> filled.config["a"], filled.mismatches
         (1, ['b.c is 3 in the configuration, but 2 by us'])
     """
-    filled = Filled(config={}, mismatches=[], open_keys=[])
-    filled.config.update(_fill(config, "", known, filled))
-    return filled
+    mismatches: list[str] = []
+    open_keys: list[str] = []
 
+    def fill_node(node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for name, value in node.items():
+            key = prefix + name
+            if isinstance(value, dict):
+                result[name] = fill_node(cast("dict[str, Any]", value), f"{key}.")
+                continue
+            other = known.get(key)
+            result[name] = other.value if other is not None and value == AUTO else value
+            if other is not None and other.binding:
+                # JSON has one kind of number: 2 is 2.0, but true is not 1.
+                is_bool = isinstance(result[name], bool)
+                if is_bool != isinstance(other.value, bool) or result[name] != other.value:
+                    mismatches.append(other.contradiction(key, value))
+            if result[name] == AUTO:
+                open_keys.append(key)
+        return result
 
-def _fill(
-    node: Mapping[str, Any], prefix: str, known: Mapping[str, KnownValue], filled: Filled
-) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in node.items():
-        key = prefix + name
-        if isinstance(value, dict):
-            result[name] = _fill(cast("dict[str, Any]", value), f"{key}.", known, filled)
-            continue
-        other = known.get(key)
-        result[name] = other.value if other is not None and value == AUTO else value
-        if other is not None and other.binding:
-            # JSON has one kind of number: 2 is 2.0, but true is not 1.
-            is_bool = isinstance(result[name], bool)
-            if is_bool != isinstance(other.value, bool) or result[name] != other.value:
-                filled.mismatches.append(other.contradiction(key, value))
-        if result[name] == AUTO:
-            filled.open_keys.append(key)
-    return result
+    return Filled(config=fill_node(config, ""), mismatches=mismatches, open_keys=open_keys)
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:
@@ -376,20 +361,6 @@ def refuse_mismatches(mismatches: Sequence[str]) -> None:
             + "; ".join(mismatches)
             + ". Set each in one place only, or to 'auto' in the configuration."
         )
-
-
-def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of the values of a configuration that are not dictionaries.
-
-    Example:
-        >>> [*leaves({"a": {"b": 1, "c": 2}, "d": 3})]
-        ['a.b', 'a.c', 'd']
-    """
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from leaves(cast("dict[str, Any]", value), f"{prefix}{name}.")
-        else:
-            yield prefix + name
 
 
 KEYS: Mapping[str, str] = {

@@ -16,7 +16,6 @@ from accel_plugins.deepspeed.config import (
     KnownValue,
     check_offload,
     fill,
-    leaves,
     link,
     put,
     refuse_mismatches,
@@ -198,7 +197,7 @@ class DeepSpeedPlugin:
         Raises:
             SettingsError: No value is known, or it contradicts and `mismatches` is `None`.
         """
-        self._fill([ds_key_long], mismatches, must_match, kwargs)
+        self._fill(lambda key: key == ds_key_long, mismatches, must_match, kwargs)
 
     def deepspeed_config_process(
         self,
@@ -213,7 +212,7 @@ class DeepSpeedPlugin:
         Args:
             prefix: Dotted key with a dot at its end: fill only the values below it.
             mismatches: List to which contradictions are added; all are raised together if `None`.
-            config: The configuration below `prefix`; the full one if `None`.
+            config: Fill only values below its keys; below those of the full configuration if `None`.
             must_match: Whether to compare.
             **kwargs: Known values by dotted key.
 
@@ -226,19 +225,27 @@ class DeepSpeedPlugin:
             >>> plugin.get_value("train_batch_size")
             8
         """
-        section = self.deepspeed_config if config is None else config
-        self._fill([*leaves(section, prefix)], mismatches, must_match, kwargs)
+
+        def covers(key: str) -> bool:
+            name = key.removeprefix(prefix).partition(".")[0]
+            return key.startswith(prefix) and (config is None or name in config)
+
+        self._fill(covers, mismatches, must_match, kwargs)
 
     def _fill(
-        self, keys: list[str], mismatches: list[str] | None, must_match: bool, values: Mapping[str, Any]
+        self,
+        covers: Callable[[str], bool],
+        mismatches: list[str] | None,
+        must_match: bool,
+        values: Mapping[str, Any],
     ) -> None:
         known = {
-            key: KnownValue(value=values[key], source="argument", binding=must_match)
-            for key in keys
-            if key in values and self.get_value(key) is not None
+            key: KnownValue(value=value, source="argument", binding=must_match)
+            for key, value in values.items()
+            if covers(key) and self.get_value(key) is not None
         }
         filled = fill(self.deepspeed_config, known)
-        if unknown := [key for key in filled.open_keys if key in keys]:
+        if unknown := [*filter(covers, filled.open_keys)]:
             raise SettingsError(
                 f"The DeepSpeed configuration has 'auto' for {', '.join(unknown)}, whose value is unknown: "
                 "set it, or pass it by its dotted key."
