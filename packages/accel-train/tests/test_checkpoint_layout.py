@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.folder import complete_everywhere, to_prune
 from accel_train.checkpoint.layout import FileRecord, Manifest, shares
 
 CHARACTERS = st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_characters="./")
@@ -23,7 +22,6 @@ MANIFESTS = st.builds(
     iteration=st.none() | st.integers(0, 10**6),
     files=st.dictionaries(NAMES, RECORDS, max_size=8),
 )
-NUMBERS = st.sets(st.integers(0, 30), max_size=12)
 
 
 @given(MANIFESTS)
@@ -92,26 +90,6 @@ def test_every_file_is_verified_by_exactly_one_rank(files, parts):
 def test_no_rank_verifies_much_more_than_another(files, parts):
     loads = [sum(files[name].size for name in names) for names in shares(files, parts)]
     assert max(loads) - min(loads) <= max((record.size for record in files.values()), default=0)
-
-
-@given(NUMBERS, st.integers(0, 30), st.integers(1, 6))
-def test_rotation_keeps_the_newest_up_to_the_limit(complete, newest, limit):
-    doomed = to_prune(complete, newest=newest, limit=limit)
-    kept = (complete | {newest}) - set(doomed)
-    assert newest in kept
-    assert len(kept) == min(limit, len(complete | {newest}))
-    assert all(gone < stays for gone in doomed for stays in kept - {newest})
-
-
-@given(NUMBERS, st.integers(0, 30))
-def test_without_a_limit_nothing_is_deleted(complete, newest):
-    assert to_prune(complete, newest=newest, limit=None) == []
-
-
-@given(st.lists(NUMBERS, min_size=1, max_size=4))
-def test_a_checkpoint_is_complete_if_it_is_so_on_every_host(hosts):
-    common = set.intersection(*hosts)
-    assert complete_everywhere(hosts) == sorted(common)
 
 
 @given(st.integers(0, 99))

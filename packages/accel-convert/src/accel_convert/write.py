@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
@@ -34,7 +34,7 @@ from accel_state.errors import CheckpointError, SettingsError
 from accel_state.files import trim_heap
 from accel_state.frozen import frozen
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.contents import MODEL_KEY, OPTIMIZER_KEY, copy_file
+from accel_train.checkpoint.contents import MODEL_KEY, OPTIMIZER_KEY
 from accel_train.checkpoint.files import make_folder, record_of, write_file
 from accel_train.checkpoint.layout import FileRecord
 
@@ -408,10 +408,8 @@ def _nbytes(tensors: Mapping[Any, LazyTensor]) -> int:
 
 def _copied(name: str, source: Any) -> PlannedFile:
     def copy(sink: Any) -> None:
-        if isinstance(source, Path):
-            copy_file(os.fspath(source), sink)
-        else:
-            sink.write(source.read_bytes())
+        with source.open("rb") as file:
+            shutil.copyfileobj(file, sink, 16 << 20)
 
     return PlannedFile(name=name, write=lambda path, _: write_file(path, copy, to_disk=True))
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,71 +63,58 @@ class CheckpointFile:
         self.write(self.read(), sink)
 
 
-def copy_file(path: str, sink: Any) -> None:
-    """Write the contents of a file of this machine."""
-    with Path(path).open("rb") as file:
-        shutil.copyfileobj(file, sink, _CHUNK)
-
-
-_CHUNK = 16 << 20
-
-
-@frozen
-class Contents:
-    """The objects whose states are saved, and states that were read already."""
-
-    weights: Sequence[Mapping[str, Any]] = ()
-    optimizers: Sequence[Mapping[str, Any]] = ()
-    schedulers: Sequence[Any] = ()
-    dataloaders: Sequence[Any] = ()
-    scaler: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    generators: Generators | None = None
-
-
-def shared_parts(contents: Contents, *, safe: bool) -> list[CheckpointFile]:
-    """List the files that the committer writes for all ranks."""
-    parts = [
-        CheckpointFile(
-            name=(layout.safe_weights_name if safe else layout.bin_weights_name)(index),
-            read=partial(dict, state),
-            write=partial(write_weights, safe=safe),
-        )
-        for index, state in enumerate(contents.weights)
-    ]
-    parts += [
-        CheckpointFile(name=layout.optimizer_name(index), read=partial(dict, state))
-        for index, state in enumerate(contents.optimizers)
-    ]
-    parts += [
-        CheckpointFile(name=layout.scheduler_name(index), read=scheduler.state_dict)
-        for index, scheduler in enumerate(contents.schedulers)
-    ]
-    parts += [
-        CheckpointFile(name=layout.loader_state_name(index), read=loader.torchdata_state)
-        for index, loader in enumerate(contents.dataloaders)
+def shared_parts(
+    weights: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Mapping[str, Any]],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    scaler: Mapping[str, Any],
+    *,
+    safe: bool,
+) -> list[CheckpointFile]:
+    """List the files that the committer writes for all ranks; weights, optimizers and scaler are states."""
+    weights_name = layout.safe_weights_name if safe else layout.bin_weights_name
+    rows: list[tuple[str, Callable[[], Any]]] = []
+    rows += ((layout.optimizer_name(index), partial(dict, state)) for index, state in enumerate(optimizers))
+    rows += ((layout.scheduler_name(index), each.state_dict) for index, each in enumerate(schedulers))
+    rows += (
+        (layout.loader_state_name(index), loader.torchdata_state)
+        for index, loader in enumerate(dataloaders)
         if loader.use_stateful_dataloader and loader.torchdata_state()
+    )
+    if scaler:
+        rows.append((layout.SCALER_NAME, partial(dict, scaler)))
+    write = partial(write_weights, safe=safe)
+    return [
+        *(
+            CheckpointFile(name=weights_name(index), read=partial(dict, state), write=write)
+            for index, state in enumerate(weights)
+        ),
+        *(CheckpointFile(name=name, read=read) for name, read in rows),
     ]
-    if contents.scaler:
-        parts.append(CheckpointFile(name=layout.SCALER_NAME, read=partial(dict, contents.scaler)))
-    return parts
 
 
 def rank_files(
-    contents: Contents, *, rank: int, device: torch.device, step: int | None = None
+    dataloaders: Sequence[Any],
+    generators: Generators | None = None,
+    *,
+    rank: int,
+    device: torch.device,
+    step: int | None = None,
 ) -> list[CheckpointFile]:
     """List the files that every rank writes: positions of its loaders, and its RNG states with the step."""
 
     def read_positions() -> dict[str, Any]:
-        return {"loaders": [loader.state_dict() for loader in contents.dataloaders]}
+        return {"loaders": [loader.state_dict() for loader in dataloaders]}
 
     def read_generators() -> dict[str, Any]:
-        engine = None if contents.generators is None else contents.generators.state_dict()
+        engine = None if generators is None else generators.state_dict()
         states = read_rng(device) | ({ENGINE_KEY: engine} if engine else {})
         return states if step is None else states | {"step": step}
 
     positions = CheckpointFile(name=layout.position_name(rank), read=read_positions)
-    generators = CheckpointFile(name=layout.rng_name(rank), read=read_generators)
-    return [positions, generators] if contents.dataloaders else [generators]
+    random_states = CheckpointFile(name=layout.rng_name(rank), read=read_generators)
+    return [positions, random_states] if dataloaders else [random_states]
 
 
 PYTHON_KEY = "random_state"
@@ -233,26 +218,24 @@ def form_of_run(run: CheckpointContext) -> StateForm:
     return run.strategy.states.form() if run.strategy.states.is_sharded else StateForm.FULL
 
 
-def check_shared(run: CheckpointContext) -> None:
-    """Reject a sharded checkpoint if each node writes to its own folder."""
-    topology = run.runtime.topology
-    several_hosts = topology.world_size > topology.local_world_size
-    if run.project.save_on_each_node and several_hosts and form_of_run(run) is not StateForm.FULL:
-        raise SettingsError(
-            "ProjectConfiguration(save_on_each_node=True): every host would keep only a part of the "
-            "model. Use state_dict_type="
-            "'FULL_STATE_DICT', or a folder that all hosts share."
-        )
-
-
-def check_remote(run: CheckpointContext, target: RemotePath) -> None:
-    """Reject checkpoints that an object store cannot hold."""
+def check_target(run: CheckpointContext, target: AnyPath) -> None:
+    """Reject checkpoints of which each node keeps only a part, and those that an object store cannot hold."""
+    topology, form = run.runtime.topology, form_of_run(run)
+    is_remote = isinstance(target, RemotePath)
     if run.project.save_on_each_node:
-        raise SettingsError(
-            f"ProjectConfiguration(save_on_each_node=True): all hosts share {str(target)!r}. Remove "
-            "this option."
-        )
-    if form_of_run(run) is StateForm.NATIVE:
+        several_hosts = topology.world_size > topology.local_world_size
+        if several_hosts and form is not StateForm.FULL:
+            raise SettingsError(
+                "ProjectConfiguration(save_on_each_node=True): every host would keep only a part of the "
+                "model. Use state_dict_type="
+                "'FULL_STATE_DICT', or a folder that all hosts share."
+            )
+        if is_remote:
+            raise SettingsError(
+                f"ProjectConfiguration(save_on_each_node=True): all hosts share {str(target)!r}. Remove "
+                "this option."
+            )
+    if is_remote and form is StateForm.NATIVE:
         raise SettingsError(
             f"The strategy {run.strategy.name!r} reads its files from a local folder, and {str(target)!r} "
             "is on an object store: save to a folder, or with state_dict_type='SHARDED_STATE_DICT'."

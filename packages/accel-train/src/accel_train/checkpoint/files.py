@@ -18,13 +18,22 @@ from accel_state.remote import BLOCK_BYTES, READS, AnyPath, RemotePath
 from accel_train.checkpoint.layout import FileRecord
 
 
-def write_file(path: Path, write: Callable[[Any], object], *, to_disk: bool) -> FileRecord:
-    """Write a file: `write` is called with the writer; return its size and checksum. It replaces one."""
+def write_file(
+    path: Path,
+    write: Callable[[Any], object],
+    *,
+    to_disk: bool,
+    flush: Callable[[Path], object] | None = None,
+) -> FileRecord:
+    """Write a file, which replaces one: `write` is called with the writer; return its size and checksum.
+
+    It is on disk afterwards if `to_disk`, unless another function is to `flush` it.
+    """
     writer = FileWriter(path, to_disk=to_disk)
     try:
         write(writer)
+        record = writer.finish()
     except BaseException as error:
-        writer.abandon()
         failure, writer.failure = writer.failure, None
         try:
             # torch raises an error of its own, without the reason.
@@ -33,7 +42,11 @@ def write_file(path: Path, write: Callable[[Any], object], *, to_disk: bool) -> 
         finally:
             del failure  # else a cycle: its traceback holds this frame
         raise
-    return writer.finish()
+    finally:
+        os.close(writer.descriptor)
+    if to_disk:
+        (flush or flush_file)(path)
+    return record
 
 
 _CHUNK = 1 << 20  # bytes that are hashed, then written: small enough to be still in the cache
@@ -45,7 +58,7 @@ class FileWriter:
     """A new file that is hashed while it is written.
 
     Args:
-        to_disk: Whether `finish` returns only when the contents are on disk.
+        to_disk: Whether the system is asked early to write the contents to disk.
 
     Attributes:
         failure: The error that `write` has raised, if any.
@@ -82,18 +95,9 @@ class FileWriter:
             self._write_out(memoryview(pending))
 
     def finish(self) -> FileRecord:
-        """Close the file."""
-        try:
-            self.flush()
-            if self._to_disk:
-                os.fsync(self.descriptor)
-        finally:
-            os.close(self.descriptor)
+        """Write what is buffered; return what the file has."""
+        self.flush()
         return FileRecord(size=self._size, checksum=self._hash.hexdigest())
-
-    def abandon(self) -> None:
-        """Close the file without completing it."""
-        os.close(self.descriptor)
 
     def _write_out(self, view: memoryview) -> None:
         self._hash.update(view)
@@ -124,14 +128,15 @@ def record_of(path: AnyPath, *, to_disk: bool = False) -> FileRecord:
             digest.update(buffer[:count])
             size += count
     if to_disk and isinstance(path, Path):
-        _flush_file(path)
+        flush_file(path)
     return FileRecord(size=size, checksum=digest.hexdigest())
 
 
 _FLUSHED_AS = "r+b" if os.name == "nt" else "rb"  # Windows flushes no file that is open only for reading
 
 
-def _flush_file(path: Path) -> None:
+def flush_file(path: Path) -> None:
+    """Flush the contents of a file to disk."""
     with path.open(_FLUSHED_AS, buffering=0) as file:
         os.fsync(file.fileno())
 

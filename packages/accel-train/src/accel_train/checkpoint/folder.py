@@ -7,7 +7,7 @@ import glob
 import logging
 import secrets
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -92,8 +92,9 @@ def commit(staging: AnyPath, target: AnyPath, manifest: Manifest, *, to_disk: bo
         if to_disk:
             flush_folder(target)
         recover(target)
+        if to_disk:
+            flush_folder(target)
     if to_disk:
-        flush_folder(target)
         flush_folder(target.parent)
 
 
@@ -248,16 +249,6 @@ def list_complete(project: AnyPath) -> list[int]:
     return complete
 
 
-def complete_everywhere(nodes: Sequence[Iterable[int]]) -> list[int]:
-    """Return the checkpoints that are complete on every node, oldest first.
-
-    Example:
-        >>> complete_everywhere([[1, 2, 3], [2, 1]])
-        [1, 2]
-    """
-    return sorted(set[int](nodes[0]).intersection(*nodes[1:])) if nodes else []
-
-
 def numbers(project: AnyPath, *, since: int = 0) -> list[int]:
     """Return the numbers of all checkpoints of a project, complete or not, without interrupted uploads."""
     if not project.is_dir():
@@ -269,19 +260,6 @@ def numbers(project: AnyPath, *, since: int = 0) -> list[int]:
         and iteration >= since
         and not (stores.is_interrupted(entry) if isinstance(entry, RemotePath) else not entry.is_dir())
     )
-
-
-def to_prune(complete: Iterable[int], *, newest: int, limit: int | None) -> list[int]:
-    """Return the complete checkpoints to prune after a commit, from the oldest on.
-
-    Example:
-        >>> to_prune([1, 2, 3, 4], newest=4, limit=2)
-        [1, 2]
-    """
-    if limit is None:
-        return []
-    older = sorted({*complete} - {newest})
-    return older[: max(0, len(older) + 1 - max(1, limit))]
 
 
 def delete(folder: AnyPath) -> None:

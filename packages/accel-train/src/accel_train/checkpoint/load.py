@@ -44,7 +44,7 @@ from accel_train.checkpoint.contents import (
     write_rng,
 )
 from accel_train.checkpoint.context import CheckpointContext
-from accel_train.checkpoint.folder import complete_everywhere, is_unchanged
+from accel_train.checkpoint.folder import is_unchanged
 from accel_train.checkpoint.layout import Manifest, shares
 from accel_train.checkpoint.staging import location_of, read_object
 from accel_train.checkpoint.stores import on_disk
@@ -166,7 +166,8 @@ def _find_candidates(run: CheckpointContext, asked: str | None) -> LoadProposal:
 
 def _complete_on_all(proposals: Iterable[LoadProposal]) -> list[int]:
     """Return the numbered checkpoints that are complete on every node, oldest first."""
-    return complete_everywhere([row.complete for row in proposals if row.complete is not None])
+    rows = [{*row.complete} for row in proposals if row.complete is not None]
+    return sorted(set[int].intersection(*rows)) if rows else []
 
 
 def _newest_complete(

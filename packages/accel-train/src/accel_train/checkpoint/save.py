@@ -10,7 +10,8 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,7 @@ from accel_train.checkpoint import folder, layout
 from accel_train.checkpoint.agreement import AbsentRankError, Agreement, SingleProcess
 from accel_train.checkpoint.contents import (
     CheckpointFile,
-    Contents,
-    check_remote,
-    check_shared,
-    copy_file,
+    check_target,
     folders_of,
     form_of_run,
     native_parts,
@@ -44,10 +42,8 @@ from accel_train.checkpoint.contents import (
     shared_parts,
 )
 from accel_train.checkpoint.context import CheckpointContext
-from accel_train.checkpoint.files import make_folder, record_of, remove, sizes_in, write_file
-from accel_train.checkpoint.folder import commit, delete, list_complete, to_prune
+from accel_train.checkpoint.files import flush_file, make_folder, record_of, remove, sizes_in, write_file
 from accel_train.checkpoint.layout import FileRecord, Manifest
-from accel_train.checkpoint.staging import HostStaging
 
 logger = logging.getLogger(__name__)
 WHAT = "save_state()"
@@ -63,78 +59,101 @@ def save(
 ) -> Saving:
     """Save the state of a run, as `Accelerator.save_state`; return the checkpoint, complete if `blocking`."""
     run.finish()
-    check_shared(run)
     target = target_of(run, output_dir)
+    check_target(run, target)
     if run.strategy.replicas is not None and not run.strategy.replicas.is_saver:
         run.project.iteration += run.is_automatic
-        return _started(Saving(str(target), _save_nothing))
-    if isinstance(target, RemotePath):
-        check_remote(run, target)
-    request = SaveRequest(
-        folder=str(target),
-        iteration=run.project.iteration if run.is_automatic else None,
-        safe=safe,
-        blocking=blocking,
-        to_disk=to_disk,
-    )
-    main, agreement = run.main, run.background
+        return Saving(str(target))  # another replica group has the same state, and saves it
+    iteration = run.project.iteration if run.is_automatic else None
+    arguments = {
+        "folder": str(target),
+        "iteration": iteration,
+        "safe": safe,
+        "blocking": blocking,
+        "to_disk": to_disk,
+    }
+    # 1. Agree on a staging folder.
+    main, background = run.main, run.background
     try:
-        path, has_hooks = _agree(run, request, target, main)
+        staging, has_hooks = _agree(run, arguments, target, main)
     except AbsentRankError as error:
         if run.rank > 0:
             run.project.iteration += run.is_automatic
             logger.warning("%s, which has saved without its random states.", error)
-            return _started(Saving(str(target), _save_nothing))
+            return Saving(str(target))
         logger.warning(
             "save_state() was called only on rank 0. It waits to detect this and saves only its own "
             "state: the random states of other ranks are not in the checkpoint. Call it on every rank."
             " (%s)",
             error,
         )
-        main = agreement = SingleProcess()
-        path, has_hooks = _agree(run, request, target, main)
+        main = background = SingleProcess()
+        staging, has_hooks = _agree(run, arguments, target, main)
+    step = run.synchronizer.step
+    if step:
+        logger.warning(
+            "The state is saved %d micro-batch(es) after the last optimizer step; their gradients are not "
+            "part of it. Save `if accelerator.sync_gradients:`.",
+            step,
+        )
+    run.project.iteration += run.is_automatic
+    job = _Job(
+        target=target,
+        staging=staging,
+        local=staging if isinstance(staging, Path) else Path(tempfile.mkdtemp(prefix="accel-upload-")),
+        rank=run.rank,
+        committer=run.committer,
+        limit=run.project.total_limit,
+        to_disk=to_disk,
+        manifest=Manifest(world_size=background.world_size, step=step, iteration=iteration),
+        folders=tuple(folders_of(run)),
+    )
+    # 2. Collect the states, and copy them to host memory if a thread is to write them.
+    parts: list[CheckpointFile] = []
+
+    def work(problem: str = "") -> None:
+        try:
+            files, problem = ({}, problem) if problem else _write(job, parts)
+            _commit_when_written(job, background, files, problem)
+        finally:
+            parts.clear()
+            job.clean()
+
+    saving, failure = Saving(str(target), work), None
     try:
-        task = _write_task(run, request, target, path, world_size=agreement.world_size)
-        return _save(run, request, task, agreement, hooks_end=main if has_hooks else SingleProcess())
+        parts += _parts(run, job, safe=safe, hooks_end=main if has_hooks else SingleProcess())
+        if not blocking:
+            run.staging.reset()
+            copies = [run.staging.copy(part.read()) for part in parts]
+            run.staging.synchronize()
+            parts = [
+                replace(part, read=partial(_same, state)) for part, state in zip(parts, copies, strict=True)
+            ]
+    except Exception as error:  # noqa: BLE001 - hooks and state dicts are users' code, and all ranks need the error
+        failure = error
     except BaseException:
-        discard(path if run.commits else None)
+        job.clean()
         raise
+    # 3. Write and commit them, here or in the thread.
+    try:
+        if failure is not None:
+            work(f"rank {job.rank} failed before writing: {failure!r}")
+        elif blocking:
+            work()
+        else:
+            run.saving = saving
+            saving.start()
+            return saving
+    except CheckpointWriteError as error:
+        raise error from failure
+    finally:
+        del failure  # else a cycle: its traceback holds this frame
+    logger.info("Saved the state to %s.", target)
+    return saving
 
 
-def discard(staging: AnyPath | None) -> None:
-    """Remove a staging folder; the next save replaces what was uploaded to a store."""
-    if isinstance(staging, Path):
-        remove(staging)
-
-
-@frozen
-class SaveRequest:
-    """The arguments of a save; the same on all ranks."""
-
-    folder: str
-    iteration: int | None
-    safe: bool
-    blocking: bool
-    to_disk: bool
-
-
-@frozen
-class SaveProposal:
-    """One rank's view of the save before anything is written.
-
-    Args:
-        request: The arguments of the call.
-        staging: The staging folder, on ranks that commit.
-        problem: Why there is no staging folder.
-        exists: Whether the problem is that the numbered checkpoint exists already.
-        has_hooks: Whether this rank calls hooks before it writes.
-    """
-
-    request: SaveRequest
-    staging: str = ""
-    problem: str = ""
-    exists: bool = False
-    has_hooks: bool = False
+def _same(state: Any) -> Any:
+    return state
 
 
 def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None) -> AnyPath:
@@ -157,216 +176,77 @@ def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None)
 
 
 def _agree(
-    run: CheckpointContext, request: SaveRequest, target: AnyPath, agreement: Agreement
+    run: CheckpointContext, arguments: dict[str, Any], target: AnyPath, agreement: Agreement
 ) -> tuple[AnyPath, bool]:
-    """Agree with all ranks on the request; return the path to write to, and whether any rank has hooks."""
-    staging, proposal = (
-        _make_staging(request, target) if run.commits else (None, SaveProposal(request=request))
-    )
-    proposal = replace(proposal, has_hooks=bool(run.save_hooks))
+    """Agree with all ranks on the arguments; return the path to write to, and whether any rank has hooks."""
+    # 1. Make the staging folder.
+    staging, problem, exists = None, "", False
+    if run.commits:
+        try:
+            _refuse_existing(target, arguments["iteration"])
+            staging = folder.make_staging(target)
+        except SettingsError as error:
+            problem, exists = str(error), True
+        except (OSError, CheckpointError) as error:
+            name = getattr(error, "filename", None) or target
+            reason = getattr(error, "strerror", None) or str(error)
+            problem = f"{str(name)!r} could not be created: {reason}"
     if run.project.save_on_each_node:  # hosts that share no file system may have folders of other names
-        proposal = replace(proposal, request=replace(request, folder=""))
-    # Rank 0 may save alone what it has in full.
-    alone = asdict(proposal.request) if not run.strategy.states.is_sharded else None
+        arguments = arguments | {"folder": ""}
+    row = {"staging": "" if staging is None else str(staging), "problem": problem, "exists": exists}
+    row |= {"arguments": arguments, "has_hooks": bool(run.save_hooks)}
+    # 2. Compare what all ranks say. Rank 0 may save alone what it has in full.
     try:
-        rows = agreement.exchange(WHAT, asdict(proposal), alone=alone)
-        proposals = [SaveProposal(**(row | {"request": SaveRequest(**row["request"])})) for row in rows]
-        if any(proposal.request != proposals[0].request for proposal in proposals):
+        rows = agreement.exchange(WHAT, row, alone=None if run.strategy.states.is_sharded else arguments)
+        if any(row["arguments"] != arguments for row in rows):
             raise DistributedOperationException(
                 "save_state() was called with different arguments: "
-                + "; ".join(f"rank {rank}: {proposal.request}" for rank, proposal in enumerate(proposals))
+                + "; ".join(f"rank {rank}: {row['arguments']}" for rank, row in enumerate(rows))
             )
-        for rank, proposal in enumerate(proposals):
-            if proposal.problem:
-                kind = SettingsError if proposal.exists else CheckpointWriteError
-                raise kind(f"rank {rank}: {proposal.problem}")
+        for rank, row in enumerate(rows):
+            if row["problem"]:
+                kind = SettingsError if row["exists"] else CheckpointWriteError
+                raise kind(f"rank {rank}: {row['problem']}")
     except BaseException:
         discard(staging)
         raise
-    path = any_path(proposals[run.committer].staging, "the staging folder")
-    return path, any(proposal.has_hooks for proposal in proposals)
+    path = any_path(rows[run.committer]["staging"], "the staging folder")
+    return path, any(row["has_hooks"] for row in rows)
 
 
-def _make_staging(request: SaveRequest, target: AnyPath) -> tuple[AnyPath | None, SaveProposal]:
-    """Make the staging folder; return it, and what this rank proposes."""
-    try:
-        existing = _refuse_existing(request, target)
-        if existing is not None:
-            return None, existing
-        staging = folder.make_staging(target)
-    except (OSError, CheckpointError) as error:
-        name = getattr(error, "filename", None) or target
-        reason = getattr(error, "strerror", None) or str(error)
-        return None, SaveProposal(request=request, problem=f"{str(name)!r} could not be created: {reason}")
-    return staging, SaveProposal(request=request, staging=str(staging))
-
-
-def _refuse_existing(request: SaveRequest, target: AnyPath) -> SaveProposal | None:
+def _refuse_existing(target: AnyPath, iteration: int | None) -> None:
     """Refuse a number that is not the largest: the newest checkpoint would be the first to be pruned."""
-    numbers = [] if request.iteration is None else folder.numbers(target.parent, since=request.iteration)
-    if not numbers:
-        return None
-    newest = target.parent / layout.numbered_name(numbers[-1])
-    problem = (
-        f"{str(newest)!r} already exists from an earlier run. Resume from it with load_state(), or set "
-        f"ProjectConfiguration(iteration={numbers[-1] + 1})."
-    )
-    return SaveProposal(request=request, problem=problem, exists=True)
-
-
-def _write_task(
-    run: CheckpointContext,
-    request: SaveRequest,
-    target: AnyPath,
-    path: AnyPath,
-    *,
-    world_size: int,
-) -> WriteTask:
-    step = run.synchronizer.step
-    if step:
-        logger.warning(
-            "The state is saved %d micro-batch(es) after the last optimizer step; their gradients are not "
-            "part of it. Save `if accelerator.sync_gradients:`.",
-            step,
+    numbers = [] if iteration is None else folder.numbers(target.parent, since=iteration)
+    if numbers:
+        newest = target.parent / layout.numbered_name(numbers[-1])
+        raise SettingsError(
+            f"{str(newest)!r} already exists from an earlier run. Resume from it with load_state(), or set "
+            f"ProjectConfiguration(iteration={numbers[-1] + 1})."
         )
-    return WriteTask(
-        target=target,
-        staging=path,
-        rank=run.rank,
-        committer=run.committer,
-        limit=run.project.total_limit,
-        to_disk=request.to_disk,
-        manifest=Manifest(world_size=world_size, step=step, iteration=request.iteration),
-        folders=tuple(folders_of(run)),
-        hook_folder=path if isinstance(path, Path) else Path(tempfile.mkdtemp(prefix="accel-hooks-")),
-    )
 
 
-def _parts(
-    run: CheckpointContext, job: WriteTask, *, safe: bool, hooks_end: Agreement
-) -> list[CheckpointFile]:
-    """Run the hooks, and wait until those of all ranks have ended; return the files that this rank writes."""
-    # 1. Get the full weights, if models are not sharded, and show them to the hooks.
-    prepared, form = run.prepared, form_of_run(run)
-    full = form is StateForm.FULL
-    weights = [
-        run.strategy.states.full_state_dict(model, keep=run.commits) for model in prepared.models if full
-    ]
-    failure: Exception | None = None
-    try:
-        for hook in tuple(run.save_hooks.values()):
-            hook(run.bare_models, weights, str(job.hook_folder))
-    except Exception as error:  # noqa: BLE001 - raised below: other ranks wait in the collectives that follow
-        failure = error
-    hooks_end.exchange(WHAT, None)  # they may write files of the same names, which are then replaced
-    # 2. Collect the state of all other objects.
-    contents = Contents(
-        weights=weights,
-        optimizers=[
-            run.strategy.states.full_optimizer_state(optimizer.optimizer, prepared.models, keep=run.commits)
-            for optimizer in prepared.optimizers
-            if full
-        ],
-        schedulers=prepared.schedulers,
-        dataloaders=prepared.dataloaders,
-        scaler=run.precision.state_dict(),
-        generators=run.strategy.generators,
-    )
-    # 3. List what the committer writes for all ranks, this rank's shards, and its own states.
-    shared = shared_parts(contents, safe=safe) if run.commits else []
-    if form is StateForm.SHARDED:
-        shared += sharded_parts(run)
-    elif form is StateForm.NATIVE:
-        shared += native_parts(run, job.hook_folder)
-    states = [registered.state_dict() for registered in run.custom]  # on every rank: perhaps a collective
-    shared += [
-        CheckpointFile(name=layout.custom_name(index), read=lambda state=state: state)
-        for index, state in enumerate(states)
-        if run.commits
-    ]
-    if job.hook_folder != job.staging:
-        own = {part.name for part in shared}
-        shared += [
-            CheckpointFile(
-                name=path.relative_to(job.hook_folder).as_posix(), read=partial(str, path), write=copy_file
-            )
-            for path in sorted(job.hook_folder.rglob("*"))
-            if path.is_file()
-            and path.relative_to(job.hook_folder).as_posix() not in own
-            and (run.commits or not layout.is_of_checkpoint(path.name))
-        ]
-    try:
-        if failure is not None:
-            raise failure
-    finally:
-        del failure  # else a cycle: its traceback holds this frame
-    return [*shared, *rank_files(contents, rank=job.rank, device=run.runtime.device)]
-
-
-def _save(
-    run: CheckpointContext,
-    request: SaveRequest,
-    job: WriteTask,
-    agreement: Agreement,
-    *,
-    hooks_end: Agreement,
-) -> Saving:
-    """Write the files of this rank, or start the writer thread."""
-    if request.iteration is not None:
-        run.project.iteration = request.iteration + 1
-    parts: list[CheckpointFile] = []
-
-    def work() -> None:
-        try:
-            commit_when_written(job, write_parts(job, parts), agreement)
-        finally:
-            parts.clear()
-            if job.rank == job.committer:
-                discard(job.staging)
-
-    # 1. Write the files, or copy their states to host memory.
-    saving = Saving(str(job.target), work)
-    report, failure = WriteResult(job.committer), None
-    try:
-        parts += _parts(run, job, safe=request.safe, hooks_end=hooks_end)
-        if request.blocking:
-            report = write_parts(job, parts)
-        else:
-            parts[:] = staged_parts(parts, run.staging)
-    except Exception as error:  # noqa: BLE001 - hooks and state dicts are users' code, and all ranks need the error
-        failure = error
-        report.error = f"rank {job.rank} failed before writing: {error!r}"
-    # 2. Let the thread write and commit them, or commit what was written.
-    if failure is None and not request.blocking:
-        run.saving = saving
-        saving.start()
-        return saving
-    try:
-        commit_when_written(job, report, agreement)
-    except CheckpointWriteError as error:
-        raise error from failure
-    finally:
-        del failure  # else a cycle: its traceback holds this frame
-    logger.info("Saved the state to %s.", job.target)
-    return saving
+def discard(staging: AnyPath | None) -> None:
+    """Remove a staging folder; the next save replaces what was uploaded to a store."""
+    if isinstance(staging, Path):
+        remove(staging)
 
 
 @frozen
-class WriteTask:
+class _Job:
     """This rank's share of one save.
 
     Args:
+        local: Where this rank writes: `staging`, or a folder from which files are uploaded to it.
         committer: The rank that commits the folder in which this rank writes.
         limit: The largest number of numbered checkpoints to keep; all if `None`.
         to_disk: Whether everything must be on disk before the checkpoint is committed.
         manifest: The manifest, still without files.
         folders: The folders to which all ranks write; each needs an index.
-        hook_folder: Where hooks write: `staging`, or a folder of this machine where that is on a store.
     """
 
     target: AnyPath
     staging: AnyPath
-    hook_folder: Path
+    local: Path
     rank: int
     committer: int
     limit: int | None
@@ -374,89 +254,123 @@ class WriteTask:
     manifest: Manifest
     folders: tuple[str, ...] = ()
 
+    @property
+    def commits(self) -> bool:
+        """Whether this rank is the committer."""
+        return self.rank == self.committer
 
-@dataclass(slots=True)
-class WriteResult:
-    """The files that a rank has written, or the error that it met."""
-
-    committer: int
-    files: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
-    error: str | None = None
-
-    @classmethod
-    def from_dict(cls, report: dict[str, Any]) -> WriteResult:
-        """Read what `asdict` wrote."""
-        files = {name: FileRecord(**record) for name, record in report["files"].items()}
-        return cls(report["committer"], files, report["error"])
+    def clean(self) -> None:
+        """Remove what the folders still hold that this rank has made."""
+        if self.commits or self.local != self.staging:
+            remove(self.local)
 
 
-def write_parts(job: WriteTask, parts: Sequence[CheckpointFile]) -> WriteResult:
-    """Write this rank's files.
-
-    Returns:
-        What was written. An error is a part of it, so that all ranks get it.
-    """
-    report = WriteResult(job.committer)
-    name = str(job.staging)
+def _parts(run: CheckpointContext, job: _Job, *, safe: bool, hooks_end: Agreement) -> list[CheckpointFile]:
+    """Run the hooks, and wait until those of all ranks have ended; return the files that this rank writes."""
+    # 1. Get the full weights, if models are not sharded, and show them to the hooks.
+    prepared, form, states = run.prepared, form_of_run(run), run.strategy.states
+    full = form is StateForm.FULL
+    weights = [states.full_state_dict(model, keep=run.commits) for model in prepared.models if full]
+    failure: Exception | None = None
     try:
-        for part in parts:
-            name = part.name
-            path = job.staging / name
-            if isinstance(path, Path):
-                make_folder(path.parent)
-                report.files[name] = write_file(path, part.write_to, to_disk=job.to_disk)
-            else:
-                with tempfile.TemporaryDirectory(prefix="accel-upload-") as folder:
-                    local = Path(folder) / path.name
-                    report.files[name] = write_file(local, part.write_to, to_disk=False)
-                    path.upload(local)
+        for hook in tuple(run.save_hooks.values()):
+            hook(run.bare_models, weights, str(job.local))
+    except Exception as error:  # noqa: BLE001 - raised below: other ranks wait in the collectives that follow
+        failure = error
+    hooks_end.exchange(WHAT, None)  # they may write files of the same names, which are then replaced
+    # 2. List what the committer writes for all ranks, this rank's shards, and its own states.
+    optimizers = [
+        states.full_optimizer_state(optimizer.optimizer, prepared.models, keep=run.commits)
+        for optimizer in prepared.optimizers
+        if full
+    ]
+    parts: list[CheckpointFile] = []
+    if run.commits:
+        scaler = run.precision.state_dict()
+        parts += shared_parts(
+            weights, optimizers, prepared.schedulers, prepared.dataloaders, scaler, safe=safe
+        )
+    if form is StateForm.SHARDED:
+        parts += sharded_parts(run)
+    elif form is StateForm.NATIVE:
+        parts += native_parts(run, job.local)
+    for index, registered in enumerate(run.custom):
+        state = registered.state_dict()  # on every rank: perhaps a collective
+        if run.commits:
+            parts.append(CheckpointFile(name=layout.custom_name(index), read=partial(_same, state)))
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # else a cycle: its traceback holds this frame
+    device, generators = run.runtime.device, run.strategy.generators
+    return parts + rank_files(prepared.dataloaders, generators, rank=job.rank, device=device)
+
+
+def _write(job: _Job, parts: Sequence[CheckpointFile]) -> tuple[dict[str, FileRecord], str]:
+    """Write this rank's files; return their records, and the error, which goes to all ranks."""
+    files: dict[str, FileRecord] = {}
+    name, flushes = str(job.staging), list[Future[None]]()
+    is_remote = isinstance(job.staging, RemotePath)
+    try:
+        with ThreadPoolExecutor(_FLUSHES, "accel-flush") as threads:  # while others are written
+            for part in parts:
+                name = part.name
+                make_folder((job.local / name).parent)
+                files[name] = write_file(
+                    job.local / name,
+                    part.write_to,
+                    to_disk=job.to_disk and not is_remote,
+                    flush=lambda path: flushes.append(threads.submit(flush_file, path)),
+                )
+        for flush in flushes:
+            flush.result()
+        for name in sizes_in(job.local) if isinstance(job.staging, RemotePath) else ():  # those of hooks, too
+            path = job.local / name
+            if name in files or job.commits or not layout.is_of_checkpoint(path.name):
+                files.setdefault(name, record_of(path))
+                (job.staging / name).upload(path)
     except Exception as error:
-        report.error = _describe_error(job.rank, name, error)
-        logger.debug("%s", report.error, exc_info=error)
-    return report
+        logger.debug("%s", name, exc_info=error)
+        return files, _describe_error(job.rank, name, error)
+    return files, ""
 
 
-def staged_parts(parts: Sequence[CheckpointFile], staging: HostStaging) -> list[CheckpointFile]:
-    """Copy the states of this rank's files to host memory."""
-    staging.reset()
-    copies = [staging.copy(part.read()) for part in parts]
-    staging.synchronize()
-    return [replace(part, read=lambda state=state: state) for part, state in zip(parts, copies, strict=True)]
+_FLUSHES = 8  # files that are flushed at the same time
 
 
-def commit_when_written(job: WriteTask, report: WriteResult, agreement: Agreement) -> None:
+def _commit_when_written(
+    job: _Job, agreement: Agreement, files: Mapping[str, FileRecord], error: str
+) -> None:
     """Commit the checkpoint once every rank has written its files.
 
     Raises:
         CheckpointWriteError: A rank has failed. The checkpoint is removed, and older ones are unchanged.
     """
     # 1. All-gather what was written.
-    if job.hook_folder != job.staging:
-        remove(job.hook_folder)
-    reports = [WriteResult.from_dict(row) for row in agreement.exchange(WHAT, asdict(report))]
-    errors = [report.error for report in reports if report.error is not None]
-    # 2. Commit it, or remove it.
+    row = {name: asdict(record) for name, record in files.items()}, error, job.committer
+    rows = agreement.exchange(WHAT, row)
+    problems = [problem for _, problem, _ in rows if problem]
+    # 2. Commit it, or remove it, before another rank may return.
     problem = ""
-    if job.rank == job.committer and not errors:
-        problem = _commit(
-            job, {rank: report for rank, report in enumerate(reports) if report.committer == job.rank}
-        )
-    if job.rank == job.committer:
-        discard(job.staging)  # before another rank may return
+    if job.commits and not problems:
+        ranks = [rank for rank, (_, _, committer) in enumerate(rows) if committer == job.rank]
+        written = {name: FileRecord(**record) for rank in ranks for name, record in rows[rank][0].items()}
+        problem = _commit(job, ranks, written)
+    job.clean()
     # 3. Return on every rank when it is committed.
-    errors += filter(None, agreement.exchange(WHAT, problem, last=True))
-    if errors:
+    problems += filter(None, agreement.exchange(WHAT, problem, last=True))
+    if problems:
         discard(job.staging)  # of a host that does not share the committer's folder
         raise CheckpointWriteError(
-            f"There is no new checkpoint at {str(job.target)!r}: {'; '.join(errors)}. "
+            f"There is no new checkpoint at {str(job.target)!r}: {'; '.join(problems)}. "
             "Older ones are unchanged."
         )
 
 
-def _commit(job: WriteTask, reports: Mapping[int, WriteResult]) -> str:
-    """Commit the checkpoint; return the problem, if any."""
+def _commit(job: _Job, ranks: Sequence[int], files: dict[str, FileRecord]) -> str:
+    """Commit the checkpoint with the files that some ranks have written; return the problem, if any."""
     try:
-        files = {name: record for report in reports.values() for name, record in report.files.items()}
         is_remote = isinstance(job.staging, RemotePath)
         absent = [] if is_remote else sorted(set(files) - set(sizes_in(job.staging)))
         if absent:
@@ -467,35 +381,36 @@ def _commit(job: WriteTask, reports: Mapping[int, WriteResult]) -> str:
                 "pass ProjectConfiguration(save_on_each_node=True)"
             )
         unhashed: set[str] = set()
-        for folder in job.folders:
-            unhashed.add(f"{folder}/{INDEX_NAME}")
-            for name in sharding.folder.write_index(job.staging / folder, reports):
-                del files[f"{folder}/{name}"]
+        for name in job.folders:
+            unhashed.add(f"{name}/{INDEX_NAME}")
+            for replaced in sharding.folder.write_index(job.staging / name, ranks):
+                del files[f"{name}/{replaced}"]
         if not is_remote:  # a listing of a store may be late, and has files of an interrupted upload
             unhashed = set(sizes_in(job.staging)) - set(files)  # those of hooks, too
         for name in sorted(unhashed):
             files[name] = record_of(job.staging / name, to_disk=job.to_disk)
-        commit(job.staging, job.target, replace(job.manifest, files=files), to_disk=job.to_disk)
+        folder.commit(job.staging, job.target, replace(job.manifest, files=files), to_disk=job.to_disk)
     except (OSError, CheckpointError) as error:
         return _describe_error(job.rank, str(getattr(error, "filename", None) or job.target), error)
     _prune(job)
     return ""
 
 
-def _prune(job: WriteTask) -> None:
+def _prune(job: _Job) -> None:
     """Delete the numbered checkpoints above the limit; a failure is only logged."""
     newest = job.manifest.iteration
     if newest is None or job.limit is None:
         return
     project = job.target.parent
     try:
-        complete = list_complete(project)
+        complete = folder.list_complete(project)
     except OSError as error:
         logger.warning("No older checkpoints were deleted, since %s cannot be listed: %s", project, error)
         return
-    for iteration in to_prune(complete, newest=newest, limit=job.limit):
+    older = sorted({*complete} - {newest})
+    for iteration in older[: max(0, len(older) + 1 - max(1, job.limit))]:
         try:
-            delete(project / layout.numbered_name(iteration))
+            folder.delete(project / layout.numbered_name(iteration))
         except OSError as error:
             logger.warning("checkpoint_%d could not be deleted: %s", iteration, error)
 
@@ -513,7 +428,7 @@ class Saving:
         work: Writes and commits it.
     """
 
-    def __init__(self, path: str, work: Callable[[], None]) -> None:
+    def __init__(self, path: str, work: Callable[[], None] = lambda: None) -> None:
         self._path = path
         self._work = work
         self._error: BaseException | None = None
@@ -528,7 +443,7 @@ class Saving:
     @property
     def done(self) -> bool:
         """Whether the save has ended, with or without an error: `wait` returns or raises at once."""
-        return self._thread is not None and not self._thread.is_alive()
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> str:
         """Block until the checkpoint is committed.
@@ -571,15 +486,6 @@ class Saving:
             self._error = error
             logger.error("%s", error)
         del _running[threading.current_thread()]
-
-
-def _save_nothing() -> None:
-    """Write nothing: another replica group or rank 0 has the same state, and saves it."""
-
-
-def _started(saving: Saving) -> Saving:
-    saving.start()
-    return saving
 
 
 # The writer threads, and the store that they exchange values through: if nothing referred to it, its server

@@ -45,7 +45,6 @@ from accel_train.checkpoint import layout
 from accel_train.checkpoint.contents import (
     MODEL_KEY,
     OPTIMIZER_KEY,
-    Contents,
     parts_of_folder,
     rank_files,
     restore_model_shards,
@@ -108,18 +107,17 @@ def save_accelerator_state(
     """
     current = runtime.current_or_single()
     target = _make_folder(output_dir)
-    contents = Contents(
-        weights=model_states,
-        optimizers=[optimizer.state_dict() for optimizer in optimizers],
-        schedulers=schedulers,
-        dataloaders=dataloaders,
-        scaler={} if scaler is None else scaler.state_dict(),
-    )
     writes = current.topology.is_local_main if save_on_each_node else process_index == 0
     if writes:
         remove(target / layout.MANIFEST_NAME)  # of a checkpoint whose files are replaced
-    shared = shared_parts(contents, safe=safe_serialization) if writes else []
-    for part in [*shared, *rank_files(contents, rank=process_index, device=current.device, step=step)]:
+    parts = rank_files(dataloaders, rank=process_index, device=current.device, step=step)
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    if writes:
+        of_scaler = {} if scaler is None else scaler.state_dict()
+        parts += shared_parts(
+            model_states, states, schedulers, dataloaders, of_scaler, safe=safe_serialization
+        )
+    for part in parts:
         _write(target / part.name, part.write_to)
     return target
 
