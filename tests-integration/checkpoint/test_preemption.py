@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,11 @@ import pytest
 import torch
 from torch import nn
 
-from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
+from accel_plugins.kwargs import DataLoaderConfiguration, InitProcessGroupKwargs, ProjectConfiguration
 from accel_state import hang_monitor
+from accel_state.accelerator_state import AcceleratorState
 from accel_train import Accelerator
+from harness import distributed
 from harness.killing import mortal
 from harness.pool import Job, Nursery, shared_nursery
 
@@ -202,3 +205,33 @@ def test_the_launcher_passes_a_notice_on_and_does_not_start_the_ranks_again(tmp_
     again = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     assert again.stdout == f"steps {20 - done} life 0\n"
+
+
+@distributed(world_size=2, restart=True)
+def test_a_notice_where_ranks_have_uneven_inputs_is_heeded_when_all_have_none_left(tmp_path: Path) -> None:
+    AcceleratorState._reset_state(True)
+    project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, save_on_preemption=True)
+    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=20))
+    accelerator = Accelerator(cpu=True, project_config=project, kwargs_handlers=[timeout])
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(5, 1), batch_size=1))
+    steps = 0
+
+    def train() -> None:
+        nonlocal steps
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for batch in loader:
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+                if steps == 2 and accelerator.is_main_process:
+                    signal.raise_signal(signal.SIGUSR1)
+        raise AssertionError("the notice was not heeded")
+
+    with pytest.raises(SystemExit) as exited:
+        train()
+    assert (exited.value.code, steps) == (PREEMPTED, 3 - accelerator.process_index)
+    assert accelerator.has_checkpoint
+    accelerator.end_training()

@@ -773,6 +773,8 @@ class Accelerator(RankMethods):
     ) -> Generator[None]:
         """Allow ranks to have different numbers of batches: a rank without batches still joins collectives.
 
+        With `ProjectConfiguration(save_on_preemption=True)`, a notice is heeded at the end of the context.
+
         Args:
             joinables: The prepared models, and optimizers that are `torch.distributed` joinables. Several
                 models each need a backward pass of their own, in this order.
@@ -792,6 +794,7 @@ class Accelerator(RankMethods):
             )
         inner = [without_wrapper(joinable) for joinable in joinables]
         with (
+            nullcontext() if parts.preemption is None else parts.preemption.postponed(),
             parts.items.refuse("join_uneven_inputs()"),
             override_even_batches(parts.prepared.dataloaders, even_batches),
             parts.strategy.join(inner),

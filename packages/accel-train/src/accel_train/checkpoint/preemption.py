@@ -49,6 +49,7 @@ class Preemption:
         self.notice: int | None = None
         # Whether an optimizer has stepped since a loader has yielded.
         self._has_stepped = False
+        self._is_postponed = False
 
     def install(self) -> None:
         """Handle the signals in this process until `uninstall`, in place of an earlier `Accelerator`.
@@ -98,12 +99,24 @@ class Preemption:
         finally:
             self._has_stepped = outer  # A pass inside of a step, as of an evaluation, leaves it as it was.
 
+    @contextmanager
+    def postponed(self) -> Generator[None]:
+        """Heed notices at the end of the block, in which ranks take different numbers of steps."""
+        outer, self._is_postponed = self._is_postponed, True
+        try:
+            yield
+        finally:
+            self._is_postponed = outer
+        self.end_step()
+
     def end_step(self) -> None:
-        """Save and exit if any rank has got a notice. All ranks call it as often.
+        """Save and exit if any rank has got a notice. All ranks call it as often, but for `postponed` blocks.
 
         Raises:
             SystemExit: The checkpoint is saved; the exit code is `PREEMPTED`.
         """
+        if self._is_postponed:
+            return
         notices = torch.tensor(int(self.notice is not None), device="cpu")
         self._runtime.collectives.all_reduce(notices)
         if notices.item():

@@ -311,7 +311,7 @@ def _write(job: _Job, parts: Sequence[CheckpointFile]) -> tuple[dict[str, FileRe
     """Write this rank's files; return their records, and the error, which goes to all ranks."""
     files: dict[str, FileRecord] = {}
     name, flushes = str(job.staging), list[Future[None]]()
-    is_remote = isinstance(job.staging, RemotePath)
+    store = job.staging if isinstance(job.staging, RemotePath) else None
     try:
         with ThreadPoolExecutor(_FLUSHES, "accel-flush") as threads:  # while others are written
             for part in parts:
@@ -320,16 +320,17 @@ def _write(job: _Job, parts: Sequence[CheckpointFile]) -> tuple[dict[str, FileRe
                 files[name] = write_file(
                     job.local / name,
                     part.write_to,
-                    to_disk=job.to_disk and not is_remote,
+                    to_disk=job.to_disk and store is None,
                     flush=lambda path: flushes.append(threads.submit(flush_file, path)),
                 )
         for flush in flushes:
             flush.result()
-        for name in sizes_in(job.local) if isinstance(job.staging, RemotePath) else ():  # those of hooks, too
-            path = job.local / name
-            if name in files or job.commits or not layout.is_of_checkpoint(path.name):
-                files.setdefault(name, record_of(path))
-                (job.staging / name).upload(path)
+        if store is not None:
+            for name in sizes_in(job.local):  # with those of hooks
+                path = job.local / name
+                if name in files or job.commits or not layout.is_of_checkpoint(path.name):
+                    files.setdefault(name, record_of(path))
+                    (store / name).upload(path)
     except Exception as error:
         logger.debug("%s", name, exc_info=error)
         return files, _describe_error(job.rank, name, error)
