@@ -4,14 +4,14 @@ import threading
 import time
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore
 
 from accel_state import hang_monitor
 from accel_state.errors import DistributedOperationException, StalledCollectiveError
 from accel_state.hang_monitor import HangMonitor
 from accel_state.rank_status import RankStatus
 from accel_train.checkpoint import agreement
-from accel_train.checkpoint.agreement import AbsentRankError, StoreAllGather, StragglerMonitor
+from accel_train.checkpoint.agreement import AbsentRankError, StoreAllGather
 
 
 def all_gather(store, rank, world_size, monitor=None):
@@ -41,18 +41,6 @@ def on_all(world_size, body):
     for thread in threads:
         thread.join()
     return results
-
-
-class EmptyStore(Store):
-    """A store without anything in it, which remembers what is asked for."""
-
-    def __init__(self):
-        super().__init__()
-        self.asked = []
-
-    def check(self, keys):
-        self.asked += keys
-        return False
 
 
 def monitor_of(store, rank, world_size, **told):
@@ -96,25 +84,35 @@ def test_rank_0_is_the_last_to_go() -> None:
     assert left == [2]
 
 
-def test_a_rank_that_waits_for_rank_0_asks_for_no_other() -> None:
-    store = EmptyStore()
-    monitor = HangMonitor(store, rank=700, world_size=1000, limit=100.0)
-    lookout = StragglerMonitor("save", monitor, rank=700, world_size=1000, in_main_thread=True)
-    lookout.poll([0])
-    assert set(store.asked) == {"accel/hang_monitor/0"}
+def test_a_rank_that_waits_for_rank_0_asks_for_no_other(monkeypatch) -> None:
+    monkeypatch.setattr(agreement, "POLL_S", 0.001)
+    monkeypatch.setattr(agreement, "SILENT_S", 0.0)
+    monitor = monitor_of(HashStore(), 5, 8)
+    statuses, asked = monitor.statuses, []
+
+    def recording(ranks):
+        asked.append([*ranks])
+        return statuses(ranks)
+
+    monkeypatch.setattr(monitor, "statuses", recording)
+    with pytest.raises(DistributedOperationException, match="rank 0 does not respond"):
+        all_gather(HashStore(), 5, 8, monitor).exchange("save", "x")
+    assert {rank for ranks in asked for rank in ranks} == {0, 5}
 
 
-def test_that_rank_0_has_ended_is_said_with_where_it_and_this_rank_were() -> None:
+def test_that_rank_0_has_ended_is_said_with_where_it_and_this_rank_were(monkeypatch) -> None:
+    monkeypatch.setattr(agreement, "POLL_S", 0.001)
     monitor = monitor_of(HashStore(), 5, 8, exited=True, collective=3)
-    lookout = StragglerMonitor("save_state()", monitor, rank=5, world_size=8, in_main_thread=True)
+    monkeypatch.setattr(hang_monitor, "_active", monitor)
+    gather = StoreAllGather(HashStore(), rank=5, world_size=8, channel="test", in_main_thread=True)
     message = r"save_state\(\) must be called on every rank, but rank 0 has ended: .*rank 0 is gone after 3"
     with pytest.raises(DistributedOperationException, match=message):
-        lookout.poll([0])
+        gather.exchange("save_state()", "x")
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_rank_waits_for_rank_0_wherever_that_is(monkeypatch, inside) -> None:
-    monkeypatch.setattr(agreement, "POLL_S", 0.0)
+    monkeypatch.setattr(agreement, "POLL_S", 0.001)
     monkeypatch.setattr(agreement, "STUCK_S", 0.0)
     store = HashStore()
     monitor = monitor_of(store, 1, 2, inside=inside, collective=42)
@@ -133,7 +131,7 @@ def test_a_rank_waits_for_rank_0_wherever_that_is(monkeypatch, inside) -> None:
 
 
 def test_what_rank_0_finds_out_is_heard_by_all_who_wait(monkeypatch) -> None:
-    monkeypatch.setattr(agreement, "POLL_S", 0.0)
+    monkeypatch.setattr(agreement, "POLL_S", 0.001)
     monkeypatch.setattr(agreement, "SILENT_S", 0.0)
     store = HashStore()
     posted = PrefixStore("accel/hang_monitor", store)
@@ -153,7 +151,7 @@ def test_what_rank_0_finds_out_is_heard_by_all_who_wait(monkeypatch) -> None:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_rank_0_goes_on_alone_and_is_quicker_the_next_time(monkeypatch, asynchronous) -> None:
-    monkeypatch.setattr(agreement, "POLL_S", 0.0)
+    monkeypatch.setattr(agreement, "POLL_S", 0.001)
     monkeypatch.setattr(agreement, "STUCK_S", 0.3)
     store = HashStore()
     monitor = HangMonitor(store, rank=0, world_size=2, limit=100.0)
@@ -175,7 +173,7 @@ def test_rank_0_goes_on_alone_and_is_quicker_the_next_time(monkeypatch, asynchro
 
 
 def test_ranks_that_come_late_hear_what_rank_0_has_done_alone(monkeypatch) -> None:
-    monkeypatch.setattr(agreement, "POLL_S", 0.0)
+    monkeypatch.setattr(agreement, "POLL_S", 0.001)
     store = HashStore()
     monitor = HangMonitor(store, rank=0, world_size=3, limit=100.0)
     for rank in (1, 2):
