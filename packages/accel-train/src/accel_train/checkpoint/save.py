@@ -199,9 +199,10 @@ def _agree(
     try:
         rows = agreement.exchange(WHAT, row, alone=None if run.strategy.states.is_sharded else arguments)
         if any(row["arguments"] != arguments for row in rows):
+            calls = [", ".join(map("{0[0]}={0[1]!r}".format, row["arguments"].items())) for row in rows]
             raise DistributedOperationException(
                 "save_state() was called with different arguments: "
-                + "; ".join(f"rank {rank}: {row['arguments']}" for rank, row in enumerate(rows))
+                + "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
             )
         for rank, row in enumerate(rows):
             if row["problem"]:
