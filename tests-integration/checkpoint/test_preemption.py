@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +19,10 @@ import pytest
 import torch
 from torch import nn
 
-from accel_plugins.kwargs import DataLoaderConfiguration, InitProcessGroupKwargs, ProjectConfiguration
+from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
 from accel_state import hang_monitor
-from accel_state.accelerator_state import AcceleratorState
 from accel_train import Accelerator
+from accel_train.checkpoint import preemption
 from harness import distributed
 from harness.killing import mortal
 from harness.pool import Job, Nursery, shared_nursery
@@ -207,12 +206,10 @@ def test_the_launcher_passes_a_notice_on_and_does_not_start_the_ranks_again(tmp_
     assert again.stdout == f"steps {20 - done} life 0\n"
 
 
-@distributed(world_size=2, restart=True)
+@distributed(world_size=2)
 def test_a_notice_where_ranks_have_uneven_inputs_is_heeded_when_all_have_none_left(tmp_path: Path) -> None:
-    AcceleratorState._reset_state(True)
     project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, save_on_preemption=True)
-    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=20))
-    accelerator = Accelerator(cpu=True, project_config=project, kwargs_handlers=[timeout])
+    accelerator = Accelerator(cpu=True, project_config=project)
     model = nn.Linear(1, 1, bias=False)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(5, 1), batch_size=1))
@@ -234,4 +231,4 @@ def test_a_notice_where_ranks_have_uneven_inputs_is_heeded_when_all_have_none_le
         train()
     assert (exited.value.code, steps) == (PREEMPTED, 3 - accelerator.process_index)
     assert accelerator.has_checkpoint
-    accelerator.end_training()
+    preemption.end()
