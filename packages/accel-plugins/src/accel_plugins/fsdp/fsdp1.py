@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -45,10 +46,14 @@ from accel_plugins.sharding.state import (
     strip_wrapper_prefixes,
 )
 from accel_plugins.sharding.wrap import (
-    ParamRemap,
+    check_parameters,
     dtype_to_train,
+    follow_replacements,
     hook_of,
-    mark_originals,
+    is_replaced,
+    note_replacement,
+    notes_of,
+    replacement_of,
     warn_about_master_weights,
 )
 from accel_plugins.strategy import (
@@ -104,7 +109,7 @@ class Fsdp1Strategy(Strategy):
         self.plugin, self.shard_mesh = plugin, mesh_of(runtime.device.type, sizes)
         # The mixed precision under which trained parameters are cast to float32.
         self.master_weights = None if precision.name == "no" else precision.name
-        self.roots, self.remap = FsdpRoots(), ParamRemap()
+        self.roots = FsdpRoots()
         self.states = Fsdp1States(self.roots, runtime.device, partial(form_of, plugin))
 
     def check(self, bundle: Bundle) -> None:
@@ -115,7 +120,7 @@ class Fsdp1Strategy(Strategy):
         for model in bundle.models:
             copy.copy(plugin).set_auto_wrap_policy(without_compiler(model))
         models = [without_compiler(model) for model in bundle.models]
-        self.remap.check(bundle.optimizers, models)
+        check_parameters(bundle.optimizers, (*models, *self.roots))
         new = [model for model in models if not isinstance(model, FullyShardedDataParallel)]
         for model in new:
             if getattr(model, "_is_fsdp_managed_module", False):
@@ -137,8 +142,7 @@ class Fsdp1Strategy(Strategy):
                         "instead; fsdp_version=2 calls hooks of register_post_accumulate_grad_hook."
                     )
         for optimizer in bundle.optimizers:
-            if not self.remap.knows(optimizer):
-                self._check_optimizer(optimizer, new)
+            self._check_optimizer(optimizer, new)
 
     def _check_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
         kind = type(optimizer).__qualname__
@@ -153,7 +157,7 @@ class Fsdp1Strategy(Strategy):
             )
         originals = {id(parameter) for model in models for parameter in model.parameters()}
         if not self.plugin.use_orig_params and any(
-            id(parameter) in originals or self.remap.replaces(parameter) for parameter in optimizer.state
+            id(parameter) in originals or is_replaced(parameter) for parameter in optimizer.state
         ):
             raise SettingsError(
                 f"{kind} has state for parameters that FSDP1 flattens. Create it after prepare() "
@@ -170,7 +174,8 @@ class Fsdp1Strategy(Strategy):
             for model in bundle.models
         ]
         for optimizer in bundle.optimizers:
-            self.remap.switch(optimizer)
+            _check_flat_parameters(optimizer)
+            follow_replacements(optimizer)
             self.roots.shard_state(optimizer)
         return replace(bundle, models=models)
 
@@ -204,7 +209,7 @@ class Fsdp1Strategy(Strategy):
         plugin.set_auto_wrap_policy(model)
         if plugin.auto_wrap_policy is not None:
             plugin.auto_wrap_policy = separable_only(plugin.auto_wrap_policy, model)
-        names, number = [name for name, _ in model.named_parameters()], mark_originals(model)
+        notes = notes_of(model)
         if self.master_weights is not None and self.runtime.topology.is_main:
             warn_about_master_weights(model, self.master_weights)
         # 2. Materialise the model, now or module by module.
@@ -249,8 +254,23 @@ class Fsdp1Strategy(Strategy):
         _gather_in_generate(root)
         self.roots.add(root)
         now = parameters_by_name(root, flat=not plugin.use_orig_params)
-        self.remap.add(root, number, {name: now[name] for name in names if name in now})
+        for name in notes.keys() & now.keys():
+            note_replacement(notes[name], now[name])
         return root
+
+
+def _check_flat_parameters(optimizer: Optimizer) -> None:
+    """Refuse groups that have some of the parameters of which FSDP1 has made one."""
+    for index, group in enumerate(optimizer.param_groups):
+        flat = [new for old in group["params"] if (new := replacement_of(old)) is not old]
+        for new, count in Counter(flat).items():
+            total = getattr(new, "_num_params", count)
+            if count < total:
+                raise SettingsError(
+                    f"Group {index} of {type(optimizer).__qualname__} has {count} of the {total} parameters "
+                    "of one block, of which FSDP1 makes one flat parameter: it would train all of them. Set "
+                    "FullyShardedDataParallelPlugin(use_orig_params=True)."
+                )
 
 
 class MonitoredFSDP(FullyShardedDataParallel):

@@ -122,7 +122,7 @@ class PipelineStrategy(ShardedStrategy):
     def wrap(self, bundle: Bundle, *, evaluation: bool = False, **_: Any) -> Bundle:
         """Cut the models, and keep this rank's part of the optimizers."""
         cut = not evaluation or self.only_main_has_values
-        fresh = [model for model in map(without_compiler, bundle.models) if not self.remap.has(model)]
+        fresh = [model for model in map(without_compiler, bundle.models) if not self.is_prepared(model)]
         for model in fresh if cut else ():
             self.names[model] = ModelNames.of(model, lay_out(model, self.options, self.group.size()))
         for optimizer in bundle.optimizers:

@@ -1,16 +1,14 @@
-"""Shard models and optimizers in place: move to meta, shard, materialise from rank 0, remap optimizers."""
+"""Shard models in place: move to meta, shard, materialise from rank 0; optimizers follow parameters."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
-from collections import ChainMap, Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -45,92 +43,63 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ORIGIN = "_accel_origin"
-_models_marked = itertools.count()
+_REPLACEMENT = "_accel_replacement"
 
 
-def mark_originals(model: nn.Module) -> int:
-    """Note on each parameter of a model, which will be replaced, the model's number and its first name."""
-    number = next(_models_marked)
-    for name, parameter in model.named_parameters():
-        vars(parameter)[_ORIGIN] = number, name
-    return number
+def notes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the attributes of a model's parameters by name, without keeping the parameters."""
+    return {name: vars(parameter) for name, parameter in model.named_parameters()}
 
 
-class ParamRemap:
-    """What became of marked parameters, for optimizers prepared with their model or later."""
+def note_replacement(attributes: dict[str, Any], new: Tensor | None) -> None:
+    """Note on a parameter, given its attributes, what it became; `None` if only other ranks have it."""
+    if new is None or vars(new) is not attributes:
+        attributes[_REPLACEMENT] = new
 
-    def __init__(self) -> None:
-        # For each sharded model, what its original parameters became; None if only other ranks have it.
-        self._models: WeakKeyDictionary[nn.Module, dict[Any, Tensor | None]] = WeakKeyDictionary()
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
 
-    def has(self, model: nn.Module) -> bool:
-        """Return whether a model is already sharded; FSDP2's are also by an earlier `Accelerator`."""
-        return model in self._models or isinstance(model, FSDPModule)
+def is_replaced(parameter: Tensor) -> bool:
+    """Return whether a parameter is an original that was replaced by another one, or removed."""
+    return _REPLACEMENT in vars(parameter)
 
-    def knows(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer was prepared before."""
-        return optimizer in self._optimizers
 
-    def replaces(self, parameter: Tensor) -> bool:
-        """Return whether a parameter is an original that was replaced by a sharded one, or removed."""
-        return vars(parameter).get(_ORIGIN) in self._known
+def replacement_of(parameter: Tensor) -> Tensor | None:
+    """Return what a parameter became, also in several steps; `None` if only other ranks have it."""
+    new: Tensor | None = parameter
+    while new is not None and is_replaced(new):
+        new = vars(new)[_REPLACEMENT]
+    return new
 
-    @property
-    def _known(self) -> ChainMap[Any, Tensor | None]:
-        return ChainMap(*self._models.values())
 
-    def check(self, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> None:
-        """Check that the parameters of optimizers belong to prepared models."""
-        owned = {id(parameter) for model in (*models, *self._models) for parameter in model.parameters()}
-        for optimizer in optimizers:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            unknown = [p for p in parameters if id(p) not in owned and not self.replaces(p)]
-            if unknown:
-                raise SettingsError(
-                    f"{len(unknown)} of the {len(parameters)} parameters of {type(optimizer).__qualname__}, "
-                    f"the first of shape {tuple(unknown[0].shape)}, belong to no model that is prepared with "
-                    "it or was before: they would not be trained. Create the optimizer from "
-                    "model.parameters() of the model that you pass to prepare(), and pass both."
-                )
+def check_parameters(optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> None:
+    """Check that the parameters of optimizers belong to models, or were replaced before."""
+    owned = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        unknown = [p for p in parameters if id(p) not in owned and not is_replaced(p)]
+        if unknown:
+            raise SettingsError(
+                f"{len(unknown)} of the {len(parameters)} parameters of {type(optimizer).__qualname__}, "
+                f"the first of shape {tuple(unknown[0].shape)}, belong to no model that is prepared with "
+                "it or was before: they would not be trained. Create the optimizer from "
+                "model.parameters() of the model that you pass to prepare(), and pass both."
+            )
 
-    def add(self, model: nn.Module, number: int, now: Mapping[str, Tensor | None]) -> None:
-        """Add a sharded model: what its parameters became, by their first names when they were marked."""
-        known = self._models.setdefault(model, {})
-        for name, parameter in now.items():
-            if parameter is None or vars(parameter).get(_ORIGIN) != (number, name):
-                known[number, name] = parameter
 
-    def add_as_is(self, model: nn.Module) -> None:
-        """Add a model whose parameters stay."""
-        self._models.setdefault(model, {})
-
-    def switch(self, optimizer: Optimizer) -> None:
-        """Replace an optimizer's original parameters by the sharded ones, and shard its state."""
-        known = self._known
-        mapping: dict[Tensor, Tensor] = {}
-        for group in optimizer.param_groups:
-            present: list[Tensor] = []
-            for parameter in group["params"]:
-                new = known.get(vars(parameter).get(_ORIGIN), parameter)
-                if new is None:
-                    optimizer.state.pop(parameter, None)
-                    continue
-                present.append(parameter)
-                if new is not parameter:
-                    mapping[parameter] = new
-            group["params"][:] = present
-        totals = Counter(id(new) for new in known.values())
-        for new, count in Counter(map(id, mapping.values())).items():
-            if count < totals[new]:
-                raise SettingsError(
-                    f"{type(optimizer).__qualname__} has {count} of the {totals[new]} parameters of one "
-                    "block, of which FSDP1 makes one flat parameter: it would train all of them. Set "
-                    "FullyShardedDataParallelPlugin(use_orig_params=True)."
-                )
-        self._optimizers.add(optimizer)
-        switch_parameters(optimizer, mapping)
+def follow_replacements(optimizer: Optimizer) -> None:
+    """Replace an optimizer's parameters by what they became, and shard its state."""
+    mapping: dict[Tensor, Tensor] = {}
+    for group in optimizer.param_groups:
+        present: list[Tensor] = []
+        for parameter in group["params"]:
+            new = replacement_of(parameter)
+            if new is None:
+                optimizer.state.pop(parameter, None)
+                continue
+            present.append(parameter)
+            if new is not parameter:
+                mapping[parameter] = new
+        group["params"][:] = present
+    switch_parameters(optimizer, mapping)
 
 
 class ShardedStrategy(Strategy):
@@ -144,7 +113,7 @@ class ShardedStrategy(Strategy):
             all dtypes.
         only_main_has_values: Whether models of ranks other than 0 may be on the meta device.
         mesh: The mesh of the run: parameters that `parallelize_module` has sharded over it keep their shards.
-        remap: What became of the parameters of models.
+        prepared: The models that it has sharded, or leaves as they are.
     """
 
     features = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
@@ -158,7 +127,7 @@ class ShardedStrategy(Strategy):
         self.parameters_on = runtime.device
         self.master_weights: str | None = None
         self.only_main_has_values = False
-        self.remap = ParamRemap()
+        self.prepared: WeakSet[nn.Module] = WeakSet()
         self.states = ShardedStates(runtime.device)
 
     @contextmanager
@@ -203,11 +172,12 @@ class ShardedStrategy(Strategy):
     def check(self, bundle: Bundle) -> None:
         """Reject models that cannot be sharded or that differ between ranks; all ranks raise if one does."""
         problem = ""
-        models = [model for model in map(without_compiler, bundle.models) if not self.remap.has(model)]
+        inside = [*map(without_compiler, bundle.models)]
+        models = [model for model in inside if not self.is_prepared(model)]
         try:
             for model in models:
                 self._validate(model)
-            self.remap.check(bundle.optimizers, map(without_compiler, bundle.models))
+            check_parameters(bundle.optimizers, (*inside, *self.prepared))
         except ValueError as error:
             problem = str(error)
         reports = self.runtime.collectives.all_gather_object((problem, [*map(_digest, models)]))
@@ -241,14 +211,14 @@ class ShardedStrategy(Strategy):
         models = [*bundle.models]
         for index, model in enumerate(models):
             core = without_compiler(model)
-            if self.remap.has(core):
-                self.remap.add_as_is(core)
+            if self.is_prepared(core):
+                self.prepared.add(core)
                 continue
             if evaluation and not self.only_main_has_values:
                 if model_has_dtensor(
                     core
                 ):  # its optimizer may be prepared, as by the Trainer of transformers
-                    self.remap.add_as_is(core)
+                    self.prepared.add(core)
                 models[index] = move_to_device(
                     replace(bundle, models=[model], placements=()), self.runtime.device
                 )[0]
@@ -257,70 +227,66 @@ class ShardedStrategy(Strategy):
             else:
                 self._wrap(core, bundle, load)
         for optimizer in bundle.optimizers:
-            self.remap.switch(optimizer)
+            follow_replacements(optimizer)
         return replace(bundle, models=models)
+
+    def is_prepared(self, model: nn.Module) -> bool:
+        """Return whether a model is already sharded; FSDP2's are also by an earlier `Accelerator`."""
+        return model in self.prepared or isinstance(model, FSDPModule)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return without_compiler(model)
 
     def _shard_by(self, shard: Callable[[nn.Module], nn.Module], model: nn.Module) -> nn.Module:
-        """Shard a model with a function of the caller."""
-        number = mark_originals(model)
-        marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
+        """Shard a model with a function of the caller, which may call this class."""
+        notes = notes_of(model)
         sharded = shard(model)
         named = sharded.named_parameters(remove_duplicate=False)
         now = {strip_wrapper_prefixes(name): parameter for name, parameter in named}
-        # Where the function calls this class, the originals are marked once more, and added there.
-        names = [name for name, mark in marks.items() if mark[_ORIGIN] == (number, name)]
-        own = {name: strip_wrapper_prefixes(name) for name in names}
-        self.remap.add(sharded, number, {name: now[key] for name, key in own.items() if key in now})
+        for name, attributes in notes.items():
+            if (new := now.get(strip_wrapper_prefixes(name))) is not None:
+                note_replacement(attributes, new)
+        self.prepared.add(sharded)
         return sharded
 
     def _wrap(self, model: nn.Module, bundle: Bundle, load: Callable[..., Any] | None) -> None:
         is_main = self.runtime.topology.is_main
         if self.master_weights is not None and is_main:
             warn_about_master_weights(model, self.master_weights)
-        # 1. Move it to meta, and remove its parameters from the optimizers, which frees their memory.
+        # 1. Move it to meta, and put placeholders into the optimizers, which frees the memory of parameters.
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        number = mark_originals(model)
-        values = to_meta(
+        originals = {name: [attributes] for name, attributes in notes_of(model).items()}
+        tensors = to_meta(
             model,
             keep=is_main,
             device=self.runtime.device,
             mesh=self.mesh,
             dtype_of=None if self.master_weights is None else dtype_to_train,
         )
-        detached: list[tuple[Optimizer, list[Tensor], int, str, Any]] = []
         for optimizer in bundle.optimizers:
             for parameters in (group["params"] for group in optimizer.param_groups):
                 for index, parameter in enumerate(parameters):
                     if name := names.get(id(parameter)):
-                        state = optimizer.state.pop(parameter, None)
-                        detached.append((optimizer, parameters, index, name, state))
-                        parameters[index] = torch.empty(0, device="cpu")
+                        parameters[index] = placeholder = torch.empty(0, device="cpu")
+                        originals[name].append(vars(placeholder))
+                        if parameter in optimizer.state:
+                            optimizer.state[placeholder] = optimizer.state.pop(parameter)
         # 2. Shard it, and materialise its shards.
-        aliases = values.names
         for shard in self.stages:
             shard(model)
         if load is not None:
             on_cpu = self.parameters_on != self.runtime.device
-            load(model, {**values.parameters, **values.buffers}, cpu_offload=on_cpu)
-        values = _without_materialized(model, values)
-        materialize_from_rank0(model, values, self.runtime, parameters_on=self.parameters_on)
-        now = dict(model.named_parameters(remove_duplicate=False))
-        # 3. Put the sharded parameters into the optimizers, with their sharded states.
-        present = {name: next((alias for alias in aliases[name] if alias in now), None) for name in aliases}
-        for optimizer, parameters, index, name, state in detached:
-            own = present[name]
-            if own is None:
-                vars(parameters[index])[_ORIGIN] = number, name
-                continue
-            parameters[index] = now[own]
-            if state is not None:
-                optimizer.state[now[own]] = _shard_state(state, now[own])
-        self.remap.add(
-            model, number, {name: None if own is None else now[own] for name, own in present.items()}
+            full = {tensor.names[0]: tensor.full for tensor in tensors if tensor.full is not None}
+            load(model, full, cpu_offload=on_cpu)
+        materialize_from_rank0(
+            model, _restored(model, tensors), self.runtime, parameters_on=self.parameters_on
         )
+        # 3. Note what the parameters became.
+        now = dict(model.named_parameters(remove_duplicate=False))
+        for tensor in tensors:
+            for attributes in originals.get(tensor.names[0], ()) if tensor.is_parameter else ():
+                note_replacement(attributes, next((now[name] for name in tensor.names if name in now), None))
+        self.prepared.add(model)
 
     def _validate(self, model: nn.Module) -> None:
         may_be_empty = self.only_main_has_values and not self.runtime.topology.is_main
@@ -350,24 +316,48 @@ def _digest(model: nn.Module) -> str:
 
 
 @dataclass(slots=True)
-class FullModelState:
-    """State of a model before it was moved to meta.
+class FullTensor:
+    """A parameter or buffer of a model before it was moved to meta.
 
     Args:
-        parameters: Full parameters by name, on the rank that keeps them; tied ones by their first name.
-        names: All names of each parameter and buffer, by the first one.
-        retained: First names of the parameters that keep their shards.
-        hooks: Gradient hooks of each parameter that has some, as torch keeps them.
+        names: All its names; tied tensors have several.
+        dtype: Its dtype in the sharded model.
+        attributes: Its attributes, which other libraries set.
+        hooks: Its gradient hooks as torch keeps them, if it has some.
+        full: The full tensor, on the rank that keeps it.
+        keeps_shards: Whether it is sharded already, and stays so.
     """
 
-    parameters: dict[str, Tensor] = field(default_factory=dict[str, Any])
-    buffers: dict[str, Tensor] = field(default_factory=dict[str, Any])
-    shapes: dict[str, torch.Size] = field(default_factory=dict[str, Any])
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict[str, Any])
-    attributes: dict[str, dict[str, Any]] = field(default_factory=dict[str, Any])
-    names: dict[str, list[str]] = field(default_factory=dict[str, Any])
-    retained: set[str] = field(default_factory=set[str])
-    hooks: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, Any])
+    names: Sequence[str]
+    shape: torch.Size
+    dtype: torch.dtype
+    is_parameter: bool
+    attributes: dict[str, Any]
+    hooks: tuple[Any, Any] | None
+    full: Tensor | None = None
+    keeps_shards: bool = False
+
+    def restore(self, tensor: Tensor) -> None:
+        """Set the attributes and hooks on the tensor in its place."""
+        vars(tensor).update(self.attributes)
+        if self.hooks is not None:  # the same dictionaries, so that a handle still removes its hook
+            tensor._backward_hooks, tensor._post_accumulate_grad_hooks = self.hooks
+
+
+def full_tensors(model: nn.Module) -> list[tuple[FullTensor, Tensor]]:
+    """Describe the parameters and buffers of a model, each with the tensor."""
+    described: list[tuple[FullTensor, Tensor]] = []
+    for is_parameter, named in (
+        (True, model.named_parameters(remove_duplicate=False)),
+        (False, model.named_buffers(remove_duplicate=False)),
+    ):
+        for names, tensor in group_tied_names(dict(named)):
+            attributes = {} if _has_own_type(tensor) else dict(vars(tensor))
+            attributes.pop(_REPLACEMENT, None)
+            hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if hook_of(tensor) else None
+            row = FullTensor(names, tensor.shape, tensor.dtype, is_parameter, attributes, hooks)
+            described.append((row, tensor))
+    return described
 
 
 def to_meta(
@@ -377,8 +367,10 @@ def to_meta(
     device: torch.device,
     mesh: DeviceMesh | None = None,
     dtype_of: Callable[[Tensor], torch.dtype] | None = None,
-) -> FullModelState:
-    """Move a model to the meta device in place, and return its state; names and ties are kept.
+) -> list[FullTensor]:
+    """Move a model to the meta device in place, and return its tensors; names and ties are kept.
+
+    Not by `nn.Module.to`, which would move the originals that optimizers still have, too.
 
     Args:
         model: Any model; parameters that are sharded already are all-gathered, except over axes of `mesh`:
@@ -388,34 +380,24 @@ def to_meta(
         mesh: The mesh of the run, if it has one.
         dtype_of: Returns a parameter's new dtype; unchanged if `None`.
     """
-    values = FullModelState()
-    for kind, named in (
-        (values.parameters, model.named_parameters(remove_duplicate=False)),
-        (values.buffers, model.named_buffers(remove_duplicate=False)),
-    ):
-        first: dict[int, str] = {}
-        for name, tensor in named:
-            known = first.setdefault(id(tensor), name)
-            values.names.setdefault(known, []).append(name)
-            if known != name:
-                continue
-            values.dtypes[name], values.shapes[name] = tensor.dtype, tensor.shape
-            if kind is values.parameters:
-                if hook_of(tensor):
-                    values.hooks[name] = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-                values.dtypes[name] = dtype_of(tensor) if dtype_of else tensor.dtype
-            attributes = {} if _has_own_type(tensor) else dict(vars(tensor))
-            attributes.pop(_ORIGIN, None)
-            values.attributes[name] = attributes
-            if _has_shards_of(mesh, tensor):
-                values.retained.add(name)
-                _broadcast_to_replicas(tensor, mesh)
-                continue
+    described = full_tensors(model)
+    for row, tensor in described:
+        if dtype_of is not None and row.is_parameter:
+            row.dtype = dtype_of(tensor)
+        row.keeps_shards = _has_shards_of(mesh, tensor)
+        if row.keeps_shards:
+            _broadcast_to_replicas(tensor, mesh)
+        else:
             full = gather_full_tensor(tensor, device) if isinstance(tensor, DTensor) else tensor.detach()
-            if keep:
-                kind[name] = full
-    _move_to_meta(model, values)
-    return values
+            row.full = full if keep else None
+        if row.keeps_shards and row.dtype is tensor.dtype:
+            continue
+        moved = tensor.detach().to(tensor.device if row.keeps_shards else "meta", row.dtype)
+        if row.is_parameter:
+            moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        for name in row.names:
+            put_tensor(model, name, moved)
+    return [row for row, _ in described]
 
 
 def _has_shards_of(mesh: Any, tensor: Any) -> bool:
@@ -437,25 +419,14 @@ def _broadcast_to_replicas(tensor: Any, mesh: Any) -> None:
             shard.copy_(values)
 
 
-def _move_to_meta(model: nn.Module, values: FullModelState) -> None:
-    """Move a model to the meta device, except shards that it keeps; tied tensors stay tied.
-
-    Not by `nn.Module.to`, which would move the originals that optimizers still have, too.
-    """
-    for name, names in values.names.items():
-        tensor = _get_tensor(model, name)
-        device = tensor.device if name in values.retained else "meta"
-        if device != "meta" and values.dtypes[name] is tensor.dtype:
-            continue
-        moved = tensor.detach().to(device, values.dtypes[name])
-        if isinstance(tensor, nn.Parameter):
-            moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
-        for alias in names:
-            put_tensor(model, alias, moved)
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
 
 
 def materialize_from_rank0(
-    model: nn.Module, values: FullModelState, runtime: Runtime, *, parameters_on: torch.device
+    model: nn.Module, tensors: Iterable[FullTensor], runtime: Runtime, *, parameters_on: torch.device
 ) -> None:
     """Broadcast rank 0's tensors one by one; every rank materialises its shards, and frees the full tensor.
 
@@ -463,51 +434,40 @@ def materialize_from_rank0(
     mixture of several models. This costs one broadcast of the model in `prepare`, as with DDP. Buffers and
     collectives use the device of the run. A rank without a module takes part in its broadcasts.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    for name, names in values.names.items():
-        own = [alias for alias in names if alias in parameters or alias in buffers]
-        available = values.parameters if name in values.parameters else values.buffers
-        full, dtype = available.pop(name, None), values.dtypes[name]
+    present = _named_tensors(model)
+    for row in tensors:
+        full, row.full = row.full, None
         if full is None or not runtime.topology.is_main:
-            full = torch.empty(values.shapes[name], dtype=dtype, device=runtime.device)
+            full = torch.empty(row.shape, dtype=row.dtype, device=runtime.device)
         else:
-            full = full.to(runtime.device, dtype).contiguous()
+            full = full.to(runtime.device, row.dtype).contiguous()
         runtime.collectives.broadcast(full, src=0)
+        own = [name for name in row.names if name in present]
         if not own:
             continue
-        is_parameter = own[0] in parameters
-        like = parameters[own[0]] if is_parameter else buffers[own[0]]
-        target = parameters_on if is_parameter else runtime.device
-        shard = shard_like(full, like, target, keep_type=is_parameter)
+        like, target = present[own[0]], parameters_on if row.is_parameter else runtime.device
+        shard = shard_like(full, like, target, keep_type=row.is_parameter)
         del full
-        if is_parameter:
+        if row.is_parameter:
             shard = nn.Parameter(shard, requires_grad=like.requires_grad)
-            vars(shard).update(values.attributes[name])
-            if name in values.hooks:  # the same dictionaries, so that a handle still removes its hook
-                shard._backward_hooks, shard._post_accumulate_grad_hooks = values.hooks[name]
-        for alias in own:
-            put_tensor(model, alias, shard)
+            row.restore(shard)
+        for name in own:
+            put_tensor(model, name, shard)
 
 
-def _without_materialized(model: nn.Module, values: FullModelState) -> FullModelState:
-    """Return the state of the tensors still on the meta device; restore hooks and ties of the others."""
-    present = dict(model.named_parameters(remove_duplicate=False))
-    present |= dict(model.named_buffers(remove_duplicate=False))
-    on_meta: dict[str, list[str]] = {}
-    for name, names in values.names.items():
-        own = [alias for alias in names if alias in present]
-        if present[own[0]].is_meta if own else name not in values.retained:
-            on_meta[name] = names
-        if not own or name in on_meta:
-            continue
-        tensor = present[own[0]]
-        vars(tensor).update(values.attributes[name])
-        if name in values.hooks:
-            tensor._backward_hooks, tensor._post_accumulate_grad_hooks = values.hooks[name]
-        for alias in own[1:]:
-            put_tensor(model, alias, tensor)
-    return replace(values, names=on_meta)
+def _restored(model: nn.Module, tensors: Sequence[FullTensor]) -> list[FullTensor]:
+    """Return the tensors that are still on the meta device; restore hooks and ties of the others."""
+    present = _named_tensors(model)
+    on_meta: list[FullTensor] = []
+    for row in tensors:
+        own = [name for name in row.names if name in present]
+        if present[own[0]].is_meta if own else not row.keeps_shards:
+            on_meta.append(row)
+        elif own:
+            row.restore(present[own[0]])
+            for name in own[1:]:
+                put_tensor(model, name, present[own[0]])
+    return on_meta
 
 
 def load_from_rank0(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: bool) -> None:
@@ -516,35 +476,22 @@ def load_from_rank0(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: b
     Raises:
         CheckpointMismatchError: It lacks a parameter; every rank raises.
     """
-    values = FullModelState()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        values.names[name] = [name]
-        values.dtypes[name], values.shapes[name] = tensor.dtype, tensor.shape
-        values.attributes[name] = dict(vars(tensor))
-    for names, _ in group_tied_names(dict(model.named_parameters(remove_duplicate=False))):
-        values.names[names[0]] = [*names]
+    tensors = [row for row, _ in full_tensors(model)]
     missing = runtime.collectives.all_gather_object(
-        [name for name in values.names if name not in (state or ())]
+        [row.names[0] for row in tensors if row.names[0] not in (state or ())]
     )[0]
-    parameters = dict(model.named_parameters())
-    values.hooks = {
-        name: (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
-        for name, tensor in parameters.items()
-        if hook_of(tensor)
-    }
-    absent = [repr(name) for name in missing if name in parameters]
+    absent = [repr(row.names[0]) for row in tensors if row.is_parameter and row.names[0] in missing]
     if absent:
         raise CheckpointMismatchError(
             f"the full state dict of rank 0 has no {some_of(absent)}, which {type(model).__name__} has: load "
             "that of the same model"
         )
-    for name in missing:  # buffers that are not persistent are in no state dict
-        values.names.pop(name)
-    if runtime.topology.is_main:
-        for name in values.names:
-            (values.parameters if name in parameters else values.buffers)[name] = state[name]
+    # Buffers that are not persistent are in no state dict.
+    tensors = [row for row in tensors if row.names[0] not in missing]
+    for row in tensors if runtime.topology.is_main else ():
+        row.full = state[row.names[0]]
     materialize_from_rank0(
-        model, values, runtime, parameters_on=torch.device("cpu") if on_cpu else runtime.device
+        model, tensors, runtime, parameters_on=torch.device("cpu") if on_cpu else runtime.device
     )
 
 
@@ -558,11 +505,6 @@ def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
         setattr(owner, leaf, tensor)
 
 
-def _get_tensor(model: nn.Module, name: str) -> Any:
-    path, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(path), leaf)
-
-
 def _has_own_type(tensor: Tensor) -> bool:
     """Return whether a tensor is of a library's wrapper type, for its kernels."""
     return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
@@ -573,24 +515,15 @@ def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) ->
 
     Groups keep their lists; state is sharded like the new parameters. One parameter may replace several.
     """
-    by_id = {id(old): new for old, new in mapping.items()}
-    owner: dict[int, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        parameters = {
-            id(parameter): parameter for parameter in (by_id.get(id(old), old) for old in group["params"])
-        }
+    by_id: dict[int, Any] = {id(old): new for old, new in mapping.items()}
+    for group in optimizer.param_groups:
+        present: dict[int, Tensor] = {}
         for old in group["params"]:
-            new = by_id.get(id(old))
-            if new is not None and old in optimizer.state:
+            new = by_id.get(id(old), old)
+            if new is not old and old in optimizer.state:
                 optimizer.state[new] = _shard_state(optimizer.state.pop(old), new)
-        for key in parameters:
-            if owner.setdefault(key, index) != index:
-                raise SettingsError(
-                    f"The parameters of one block are in the groups {owner[key]} and {index} of "
-                    f"{type(optimizer).__qualname__}, but FSDP1 makes one flat parameter of them; set "
-                    "FullyShardedDataParallelPlugin(use_orig_params=True)."
-                )
-        group["params"][:] = parameters.values()
+            present[id(new)] = new
+        group["params"][:] = present.values()
 
 
 def _shard_state(state: Any, like: Tensor) -> Any:

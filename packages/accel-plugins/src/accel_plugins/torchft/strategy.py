@@ -120,7 +120,7 @@ class ShardedReplicaStrategy(Fsdp2Strategy):
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False, **options: Any) -> Bundle:
         """Shard models; `options` are those of `ShardedStrategy.wrap`."""
-        known = [self.remap.has(without_compiler(model)) for model in bundle.models]
+        known = [self.is_prepared(without_compiler(model)) for model in bundle.models]
         bundle = super().wrap(bundle, evaluation=evaluation, **options)
         if evaluation:
             return bundle

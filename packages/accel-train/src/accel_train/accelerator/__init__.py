@@ -62,7 +62,6 @@ from accel_train.accelerator.metrics import gather_real
 from accel_train.accelerator.prepare import (
     OTHERS,
     SEAMS,
-    RecipeApplier,
     kind_of,
     prepare_all,
     prepare_single,
@@ -339,7 +338,7 @@ class Accelerator(RankMethods):
             step=bind_step(built, after_step),
             after_step=after_step,
             precision=precision,
-            converter=None if recipe is None else RecipeApplier(recipe),
+            recipe=recipe,
             compiler=compiler,
             synchronizer=synchronizer,
             items=ItemWindow(runtime, prepared.parameters, meter),
@@ -408,7 +407,7 @@ class Accelerator(RankMethods):
         if fp8_enabled and not self.fp8_enabled:
             raise SettingsError("accelerator.fp8_enabled = True: pass Accelerator(mixed_precision='fp8').")
         if not fp8_enabled:
-            self._parts.converter = None
+            self._parts.recipe = None
 
     def set_trigger(self) -> None:
         """Set a flag on this rank, which `check_trigger` returns on all ranks.
@@ -786,7 +785,7 @@ class Accelerator(RankMethods):
         """
         parts = self._parts
         parts.strategy.require(Feature.UNEVEN_INPUTS, "join_uneven_inputs()")
-        if parts.converter is not None and parts.converter.recipe.reduces_maxima and self.num_processes > 1:
+        if parts.recipe is not None and parts.recipe.reduces_maxima and self.num_processes > 1:
             raise UnsupportedError(
                 "join_uneven_inputs() with TERecipeKwargs(recipe='delayed'): this recipe reduces maxima over "
                 "all ranks in each forward pass, and would wait for ranks without batches. Use "
@@ -952,7 +951,7 @@ class Accelerator(RankMethods):
     @property
     def mixed_precision(self) -> str:
         """`"no"`, `"fp16"`, `"bf16"` or `"fp8"`."""
-        return self._parts.precision.name if self._parts.converter is None else "fp8"
+        return self._parts.precision.name if self._parts.recipe is None else "fp8"
 
     @property
     def native_amp(self) -> bool:

@@ -37,7 +37,6 @@ from accel_state.settings import Settings
 from accel_state.settings.model import from_environ
 from accel_trackers.session import TrackerSession
 from accel_train import checkpoint
-from accel_train.accelerator.prepare import RecipeApplier
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.profiling import StepMeter
 from accel_train.step import EngineCalls, ItemWindow, Synchronizer, bind_step
@@ -104,7 +103,7 @@ class Parts:
         backward: Computes gradients, then calls the strategy's micro-batch hook.
         step: Steps an optimizer, then calls `after_step`.
         after_step: Hooks of the strategy and of the recipe, called after each optimizer step.
-        converter: Converts models if the precision is a recipe.
+        recipe: The recipe of FP8, if the precision is one.
         items: Counts items for summed losses (`num_items`).
         handlers: The kwargs handlers of `Accelerator`, and the plugins, by type.
         meter: Measures the training loop, with `log_system_metrics`.
@@ -119,7 +118,7 @@ class Parts:
     step: Callable[..., bool | torch.Tensor]
     after_step: Sequence[Callable[[], None] | None]
     precision: PrecisionPolicy
-    converter: RecipeApplier | None
+    recipe: Recipe | None
     compiler: TorchDynamoPlugin
     synchronizer: Synchronizer
     items: ItemWindow
@@ -133,7 +132,7 @@ class Parts:
     @property
     def fp8_backend(self) -> str:
         """The library of FP8 matrix multiplication; `"NO"` without FP8."""
-        return self.converter.recipe.backend if self.converter else "NO"
+        return self.recipe.backend if self.recipe else "NO"
 
 
 def merge_plugins(deepspeed_plugins: Any, plugins: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,12 +169,12 @@ def use_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> None:
     for kind in FP8_HANDLERS:
         parts.handlers.pop(kind, None)
     parts.handlers |= added
-    if parts.converter is None:
+    if parts.recipe is None:
         return
     recipe = build_recipe("fp8", from_environ(environ.read()), parts.runtime, parts.handlers)
     if recipe is None:
         return
-    parts.converter, parts.checkpoints.recipe = RecipeApplier(recipe), recipe
+    parts.recipe = parts.checkpoints.recipe = recipe
     parts.after_step = hooks_after_step(parts.strategy, recipe, parts.prepared, parts.preemption)
     parts.step = bind_step(parts.strategy, parts.after_step)
 

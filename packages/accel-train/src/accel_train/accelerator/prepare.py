@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from torch.utils.weak import WeakIdKeyDictionary
 
 import accel_plugins
 import accel_train
@@ -24,7 +23,6 @@ from accel_ops.modules import (
     without_compiler,
 )
 from accel_plugins import sharding
-from accel_plugins.fp8.recipe import Recipe
 from accel_plugins.kwargs import TilingKwargs, TorchDynamoPlugin
 from accel_plugins.optimizer import AcceleratedScheduler, StepPer, without_wrapper
 from accel_plugins.strategy import Bundle, FromConfiguration
@@ -267,31 +265,16 @@ def _check_quantised(model: nn.Module, device: torch.device) -> None:
 
 
 def _recipe(bundle: Bundle, request: PrepareRequest) -> Bundle:
-    if request.parts.converter is not None:
-        return request.parts.converter.convert(bundle)
-    return bundle
-
-
-@final
-class RecipeApplier:
-    """Convert models to FP8; point current and later optimizers at the new parameters."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self._replaced: Any = WeakIdKeyDictionary()
-
-    def convert(self, bundle: Bundle) -> Bundle:
-        """Convert the models of a bundle, and point its optimizers at their parameters."""
-        if self.recipe.initialize is not None:
-            bundle = self.recipe.initialize(bundle)
-        if bundle.models:
-            for old, new in self.recipe.convert(bundle.models).items():
-                self._replaced[old] = new
-        for optimizer in bundle.optimizers:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            replaced = {old: self._replaced[old] for old in parameters if old in self._replaced}
-            sharding.wrap.switch_parameters(optimizer, replaced)
+    recipe = request.parts.recipe
+    if recipe is None:
         return bundle
+    if recipe.initialize is not None:
+        bundle = recipe.initialize(bundle)
+    for old, new in recipe.convert(bundle.models).items():
+        sharding.wrap.note_replacement(vars(old), new)
+    for optimizer in bundle.optimizers:
+        sharding.wrap.follow_replacements(optimizer)
+    return bundle
 
 
 def _tiles(bundle: Bundle, request: PrepareRequest) -> Bundle:

@@ -39,7 +39,7 @@ def adopt_sharded(models: Sequence[nn.Module], accelerator: Accelerator) -> None
             "returns no gradients from one stage to the one before. Load it without these arguments, and "
             f"pass ParallelismConfig(pp_size={stages})."
         )
-    if parts.converter is not None:
+    if parts.recipe is not None:
         raise UnsupportedError(
             f"{name} is already sharded, but mixed_precision={accelerator.state.mixed_precision!r} replaces "
             "layers, which must come first. Use 'bf16'."
