@@ -114,7 +114,9 @@ def wrap(strategy, model, *optimizers):
 def test_groups_that_cut_through_a_flat_parameter_are_refused():
     model = make_model()
     groups = [{"params": [p for p in model.parameters() if p.ndim == n]} for n in (1, 2)]
-    with pytest.raises(SettingsError, match=r"Group 0 of SGD has 2 of the 4 parameters.*use_orig_params=True"):
+    with pytest.raises(
+        SettingsError, match=r"Group 0 of SGD has 2 of the 4 parameters.*use_orig_params=True"
+    ):
         wrap(make_strategy(use_orig_params=False), model, torch.optim.SGD(groups, lr=0.1))
 
 

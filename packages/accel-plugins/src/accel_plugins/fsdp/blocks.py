@@ -305,18 +305,6 @@ def modules_named(modules: Iterable[nn.Module] | str | None, model: nn.Module) -
     return selected
 
 
-def find_final_norm(model: nn.Module) -> nn.Module | None:
-    """Return the last child of a model's base model that is a normalization, judged by its class name.
-
-    Example:
-        >>> find_final_norm(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
-        LayerNorm((2,), eps=1e-05, elementwise_affine=True, bias=True)
-    """
-    base = getattr(model, getattr(model, "base_model_prefix", None) or "", model)
-    norms = [child for child in base.children() if "Norm" in type(child).__name__]
-    return norms[-1] if norms else None
-
-
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device | str
 ) -> Callable[[nn.Module], Any]:

@@ -155,35 +155,27 @@ def _check_plugins(
 ) -> None:
     """Refuse plugins that request another sharding than the model's."""
     name = type(model).__qualname__
-    about = f"{num_shards} ranks read different batches and {world_size // num_shards} the same"
     if FullyShardedDataParallelPlugin in handlers:
         raise SettingsError(
             f"{name} is sharded already, as by from_pretrained(distributed_config=...), and "
             f"{handlers[FullyShardedDataParallelPlugin]!r} would shard it again. Remove the plugin (and "
             "--use_fsdp), or load the model without these arguments."
         )
+    actual = {"data": num_shards, "tp": world_size // num_shards, "ep": size_at_load(model, "ep_size") or 1}
     config: ParallelismConfig | None = handlers.get(ParallelismConfig)
-    sizes = (num_shards, world_size // num_shards)
-    if (
-        config is not None
-        and config.total_size > 1
-        and ((config.data_parallel_size, config.sizes["tp"]) != sizes)
-    ):
-        raise SettingsError(
-            f"{name} is sharded already so that {about}, and {config!r} contradicts this. Remove the "
-            "parallelism_config, or give both the same sizes."
-        )
-    experts = size_at_load(model, "ep_size") or 1
-    if config is not None and config.ep_enabled and config.ep_size != experts:
-        raise SettingsError(
-            f"{name} is sharded already, its experts over {experts} ranks, and {config!r} contradicts this. "
-            "Remove the parallelism_config, or give both the same ep_size."
-        )
     plugin: TorchTensorParallelPlugin | None = handlers.get(TorchTensorParallelPlugin)
-    if plugin is not None and plugin.tp_size != world_size // num_shards:
+    wanted: dict[str, Any] = {}
+    if config is not None and config.total_size > 1:
+        wanted |= {"data": config.data_parallel_size, "tp": config.sizes["tp"]}
+    if config is not None and config.ep_enabled:
+        wanted["ep"] = config.ep_size
+    if plugin is not None:
+        wanted["tp"] = plugin.tp_size
+    if any(actual[axis] != size for axis, size in wanted.items()):
         raise SettingsError(
-            f"{name} is sharded already so that {about}, and torch_tp_plugin has tp_size={plugin.tp_size!r}. "
-            "Remove the plugin, or give both the same size."
+            f"{name} is sharded already so that {actual['data']} ranks read different batches and "
+            f"{actual['tp']} the same, its experts over {actual['ep']} ranks, and {config or plugin!r} "
+            "contradicts this. Remove it, or give both the same sizes."
         )
 
 

@@ -9,6 +9,8 @@ modules are thus computed on every rank, and no model is traced.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -147,28 +149,21 @@ def balance(sizes: Sequence[int], count: int) -> list[int]:
         >>> balance([4, 1, 1, 1, 1, 4], 3)
         [0, 1, 5]
     """
-    total = [0]
-    for size in sizes:
-        total.append(total[-1] + size)
-    number = len(sizes)
-    # best[end]: the smallest possible largest part of the first `end`, in as many parts as rounds were done.
-    best: list[float] = [float(value) for value in total]
-    choices: list[list[int]] = []
-    for parts in range(2, count + 1):
-        chosen = [0] * (number + 1)
-        now = [float("inf")] * (number + 1)
-        for end in range(parts, number + 1):
-            for start in range(parts - 1, end):
-                largest = max(best[start], total[end] - total[start])
-                if largest < now[end]:
-                    now[end], chosen[end] = largest, start
-        best = now
-        choices.append(chosen)
-    starts, end = [], number
-    for chosen in reversed(choices):
-        end = chosen[end]
-        starts.append(end)
-    return [0, *reversed(starts)]
+    total = [0, *accumulate(sizes)]
+
+    @cache
+    def best(end: int, parts: int) -> tuple[int, int]:
+        """Return the smallest possible largest part of the first `end`, and where the last part starts."""
+        if parts == 1:
+            return total[end], 0
+        starts = range(parts - 1, end)
+        return min((max(best(start, parts - 1)[0], total[end] - total[start]), start) for start in starts)
+
+    starts, end = list[int](), len(sizes)
+    for parts in range(count, 0, -1):
+        end = best(end, parts)[1]
+        starts.insert(0, end)
+    return starts
 
 
 def _indices(kind: str, names: Sequence[str], points: Sequence[str], count: int) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from accel_ops.modules import without_compiler
-from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
+from accel_plugins.full_parameters import FullParameters, named_parameters_of
 from accel_plugins.sharding.shards import ShardedStates, gather_full_tensor
 from accel_plugins.sharding.state import (
     ABSENT,
@@ -133,15 +132,6 @@ def all_gather_objects(obj: Any, group: dist.ProcessGroup) -> list[Any]:
     return gathered
 
 
-def descriptions(
-    names: ModelNames, tensors: Mapping[Any, Any], group: dist.ProcessGroup
-) -> list[dict[Any, tuple[torch.Size, torch.dtype]]]:
-    """All-gather the shapes and dtypes of each rank's tensors of a model."""
-    del names
-    own = {name: (value.shape, value.dtype) for name, value in tensors.items() if isinstance(value, Tensor)}
-    return all_gather_objects(own, group)
-
-
 class PipelineStates(ShardedStates):
     """State dicts of stages, under the names of the full model: this rank's part, or gathered from all.
 
@@ -165,13 +155,11 @@ class PipelineStates(ShardedStates):
         planners: RankPlanners,
     ) -> None:
         super().__init__(device, form)
-        self.models, self.group, self.mesh, self.device = models, group, mesh, device
-        self.planners = planners
-        self._own = ShardedStates(device)
+        self.models, self.group, self.mesh, self.planners = models, group, mesh, planners
 
     def model_tensors(self, model: nn.Module) -> StateDict:
         """Return the state dict; tensors common to all stages are replicated over all ranks."""
-        own = self._own.model_tensors(model)
+        own = super().model_tensors(model)
         names = self.models.get(without_compiler(model))
         if names is None:
             return own
@@ -186,7 +174,7 @@ class PipelineStates(ShardedStates):
         """Load this rank's part of a state dict."""
         names = self.models.get(without_compiler(model))
         if names is not None:
-            own = self._own.model_tensors(model)
+            own = super().model_tensors(model)
             state = {
                 name: value.to_local()
                 if name in names.outside and isinstance(value, DTensor) and not isinstance(own[name], DTensor)
@@ -194,11 +182,11 @@ class PipelineStates(ShardedStates):
                 for name, value in state.items()
                 if name in own or name not in names.state
             }
-        return self._own.load_model(model, state, **options)
+        return super().load_model(model, state, **options)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
         """Return the states of parameters whose first rank is this one."""
-        own = self._own.optimizer_tensors(optimizer, models)
+        own = super().optimizer_tensors(optimizer, models)
         names = names_of_optimizer(self.models, optimizer)
         if names is None:
             return own
@@ -214,7 +202,7 @@ class PipelineStates(ShardedStates):
         return {**own, "state": state, "param_groups": groups}
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        allocate_own = self._own.state_allocator(optimizer, models)
+        allocate_own = super().state_allocator(optimizer, models)
         names = names_of_optimizer(self.models, optimizer)
         if names is None:
             return allocate_own
@@ -245,7 +233,7 @@ class PipelineStates(ShardedStates):
                     for group, params in zip(state["param_groups"], own, strict=True)
                 ],
             }
-        self._own.load_optimizer(optimizer, models, state)
+        super().load_optimizer(optimizer, models, state)
 
     def _replicated(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, DTensor):
@@ -262,60 +250,36 @@ class PipelineStates(ShardedStates):
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         names = self.models.get(without_compiler(model))
-        own = self._own.model_tensors(model)
         if names is None:
-            yield own
+            yield from super().iter_full_state_dict(model, keep=keep)
             return
-        tensors = {names.first.get(name, name): value for name, value in own.items()}
-        aliases: dict[str, list[str]] = {}
-        for name in names.state:
-            aliases.setdefault(names.first.get(name, name), []).append(name)
-        metas = descriptions(names, tensors, self.group)
-        for first, group in aliases.items():
-            ranks = names.ranks.get(first)
-            if ranks is None:  # no tensor, such as the result of get_extra_state()
-                held = all_gather_objects(tensors.get(first), self.group)
-                owned = [value for value in held if value is not None]
-                yield dict.fromkeys(group, owned[0] if owned else None) if keep else {}
-                continue
-            full = self._collect(tensors.get(first), metas[ranks[0]][first], ranks[0])
-            yield dict.fromkeys(group, full.cpu()) if keep else {}
+        own = super().model_tensors(model)
+        for aliases, value in self._iter_all_stages(names, own):
+            full = value.cpu() if isinstance(value, Tensor) else value
+            yield dict.fromkeys(aliases, full) if keep else {}
 
     def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
         names = self.models.get(without_compiler(model))
-        return iter_gathered(
-            self._own.sources(model) if names is None else self._sources(names, model), request, self.device
-        )
+        if names is None:
+            yield from super().iter_full_parameters(model, request)
+            return
+        own = {tied[0]: parameter for tied, parameter in named_parameters_of(model_variables(model))}
+        for aliases, full in self._iter_all_stages(names, own, request.selects):
+            for name in aliases if request.keep else ():
+                yield name, full.to(request.dtype_of(full.dtype))
 
-    def _sources(self, names: ModelNames, model: nn.Module) -> list[ParameterSource]:
-        """Return the parameters of all stages as sources; the first pipeline rank that has one writes it."""
-        own: dict[str, Tensor] = {}
-        for tied, parameter in named_parameters_of(model_variables(model)):
-            own |= {names.first.get(name, name): parameter for name in tied}
-        metas = descriptions(names, own, self.group)
+    def _iter_all_stages(
+        self, names: ModelNames, own: Mapping[str, Any], selects: Callable[[str], bool] = lambda _: True
+    ) -> Iterator[tuple[list[str], Any]]:
+        """Yield the values of all stages in the order of the full model, each with all its names."""
+        values = {names.first.get(name, name): value for name, value in own.items()}
+        owners = self._find_owners(values)
         aliases: dict[str, list[str]] = {}
         for name in names.state:
             aliases.setdefault(names.first.get(name, name), []).append(name)
-        sources: list[ParameterSource] = []
-        for first, ranks in names.ranks.items():
-            if first not in metas[ranks[0]]:  # a buffer
-                continue
-            shape, dtype = metas[ranks[0]][first]
-            is_writer = dist.get_rank(self.group) == ranks[0]
-            sources.append(
-                ParameterSource(
-                    names=aliases[first],
-                    shape=shape,
-                    dtype=dtype,
-                    groups=(self.group,),
-                    write=partial(self._write, own[first] if is_writer else None),
-                )
-            )
-        return sources
-
-    def _write(self, parameter: Tensor | None, full: Tensor) -> None:
-        if parameter is not None:
-            full.copy_(gather_full_tensor(parameter, self.device))
+        for first, tied in aliases.items():
+            if first in owners and any(map(selects, tied)):
+                yield tied, self._collect(values.get(first), owners[first])
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         names = self.models.get(without_compiler(model))
@@ -347,21 +311,13 @@ class PipelineStates(ShardedStates):
         names = names_of_optimizer(self.models, optimizer)
         if names is None:
             return super().full_optimizer_state(optimizer, models, keep=keep)
-        # 1. Gather all values but tensors, and those one by one.
-        described = {
-            name: {key: _description(value) for key, value in values.items()}
-            for name, values in own["state"].items()
-        }
+        # 1. Gather the values one by one.
+        values = {(name, key): value for name, row in own["state"].items() for key, value in row.items()}
         merged: StateDict = {}
-        for rank, part in enumerate(all_gather_objects(described, self.group)):
-            for name, values in part.items():
-                for key, value in values.items():
-                    full = value
-                    if isinstance(value, Tensor):
-                        tensor = own["state"].get(name, {}).get(key)
-                        full = self._collect(tensor, (value.shape, value.dtype), rank)
-                    if keep:
-                        merged.setdefault(name, {})[key] = full.cpu() if isinstance(full, Tensor) else full
+        for (name, key), owner in self._find_owners(values).items():
+            full = self._collect(values.get((name, key)), owner)
+            if keep:
+                merged.setdefault(name, {})[key] = full.cpu() if isinstance(full, Tensor) else full
         # 2. Number the parameters.
         groups = [
             {**group, "params": params}
@@ -369,17 +325,31 @@ class PipelineStates(ShardedStates):
         ]
         return state_by_index({**own, "state": merged, "param_groups": groups}, names.groups[optimizer])
 
-    def _collect(self, tensor: Tensor | None, meta: tuple[torch.Size, torch.dtype], rank: int) -> Tensor:
-        """Broadcast the full tensor of one pipeline rank to all of them."""
-        shape, dtype = meta
-        if dist.get_rank(self.group) == rank and tensor is not None:
-            full = gather_full_tensor(tensor, self.device).to(self.device).contiguous()
+    def _find_owners(self, own: Mapping[Any, Any]) -> dict[Any, tuple[int, Any]]:
+        """Return, for each value of any stage, the first pipeline rank that has it and its description.
+
+        A tensor is described by a meta tensor, anything else by itself. A collective of the pipeline.
+        """
+        described = {
+            key: torch.empty(value.shape, dtype=value.dtype, device="meta")
+            if isinstance(value, Tensor)
+            else value
+            for key, value in own.items()
+        }
+        owners: dict[Any, tuple[int, Any]] = {}
+        for rank, part in enumerate(all_gather_objects(described, self.group)):
+            for key, about in part.items():
+                owners.setdefault(key, (rank, about))
+        return owners
+
+    def _collect(self, value: Any, owner: tuple[int, Any]) -> Any:
+        """Return the full value of a pipeline rank on all of them."""
+        rank, about = owner
+        if not isinstance(about, Tensor):
+            return about
+        if dist.get_rank(self.group) == rank:
+            full = gather_full_tensor(value, self._device).to(self._device).contiguous()
         else:
-            full = torch.empty(shape, dtype=dtype, device=self.device)
+            full = torch.empty(about.shape, dtype=about.dtype, device=self._device)
         dist.broadcast(full, group=self.group, group_src=rank)
         return full
-
-
-def _description(value: Any) -> Any:
-    """Return a meta tensor of the same shape and dtype; anything else as it is."""
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
