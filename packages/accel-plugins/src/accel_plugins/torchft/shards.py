@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accel_ops.tree import local_part
+from accel_plugins.sharding.shards import with_local
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -18,31 +19,10 @@ if TYPE_CHECKING:
     from accel_plugins.strategy import StateDict
 
 
-class Shard(NamedTuple):
-    """A rank's shard of a `DTensor`, from which another mesh of the same shape rebuilds it.
-
-    Args:
-        local: This rank's tensor.
-        placements: How the full tensor is sharded.
-        shape: Shape of the full tensor.
-        stride: Stride of the full tensor.
-    """
-
-    local: Tensor
-    placements: tuple[Any, ...]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
 def as_shards(state: Any) -> Any:
-    """Replace the `DTensor`s in a state with shards that can be sent.
-
-    Args:
-        state: Dictionaries and lists, nested, of tensors and anything else.
-    """
+    """Replace the `DTensor`s in a state of nested dictionaries and lists by this rank's local tensors."""
     if isinstance(state, DTensor):
-        tensor: Any = state.detach()
-        return Shard(local_part(tensor), tensor.placements, tuple(tensor.shape), tensor.stride())
+        return local_part(state.detach())
     if isinstance(state, Mapping):
         return {key: as_shards(value) for key, value in state.items()}
     return [as_shards(value) for value in state] if isinstance(state, list) else state
@@ -62,8 +42,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def load_tensors(tensors: Mapping[str, Tensor], state: StateDict) -> None:
     """Copy another rank's state, a result of `as_shards`, into tensors of the same names."""
     for name, tensor in tensors.items():
-        value = state[name]
-        local_part(tensor.detach()).copy_(value.local if isinstance(value, Shard) else value)
+        local_part(tensor.detach()).copy_(state[name])
 
 
 def load_optimizer(optimizer: Optimizer, state: StateDict) -> None:
@@ -72,20 +51,15 @@ def load_optimizer(optimizer: Optimizer, state: StateDict) -> None:
     current = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     parameters = dict(zip(saved, current, strict=True))
     values = {
-        index: {key: _on_mesh_of(value, parameters[index]) for key, value in own.items()}
+        index: {key: _sharded_like(parameters[index], value) for key, value in own.items()}
         for index, own in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": values})
 
 
-def _on_mesh_of(value: Any, parameter: Any) -> Any:
-    if not isinstance(value, Shard):
+def _sharded_like(parameter: Any, value: Any) -> Any:
+    """Return a value in the shape of a parameter's shard as a `DTensor` like the parameter."""
+    is_shard = isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.dim() > 0
+    if not is_shard or value.shape != local_part(parameter).shape:
         return value
-    return DTensor.from_local(
-        value.local.to(parameter.device),
-        parameter.device_mesh,
-        value.placements,
-        run_check=False,
-        shape=torch.Size(value.shape),
-        stride=value.stride,
-    )
+    return with_local(parameter, value.to(parameter.device))

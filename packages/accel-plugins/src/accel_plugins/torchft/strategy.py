@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -15,14 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accel_ops.modules import without_compiler
-from accel_plugins.ddp import DistributedDataParallelKwargs
+from accel_plugins.ddp import DdpStrategy, DistributedDataParallelKwargs
 from accel_plugins.fsdp.fsdp2 import Fsdp2Strategy
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import ReplicaSyncKwargs
-from accel_plugins.parallelism.config import check_axes
-from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy, Strategy
+from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy
 from accel_plugins.torchft.groups import ReplicaGroups
-from accel_plugins.unsharded import move_to_device
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.labels import DDPCommunicationHookType
 from accel_state.runtime import Runtime
@@ -30,17 +27,17 @@ from accel_state.settings.model import Settings
 from accel_state.settings.run import ReplicaSettings
 
 
-class ReplicaStrategy(Strategy):
+class ReplicaStrategy(DdpStrategy):
     """Put models into DDP, with gradients averaged over replica groups."""
 
     name = "torchft"
+    keeps_sharded = False
 
     def __init__(
         self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
     ) -> None:
-        super().__init__(settings, runtime, precision, handlers)
         _check(settings, runtime)
-        check_axes(handlers, runtime.topology.world_size)
+        super().__init__(settings, runtime, precision, handlers)
         self.options = handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
         if self.options.comm_hook is not DDPCommunicationHookType.NO:
             raise SettingsError(
@@ -52,22 +49,11 @@ class ReplicaStrategy(Strategy):
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Move models to the device and wrap the trainable ones; the groups agree in their first step."""
-        models = move_to_device(bundle, self.runtime.device)
         if not evaluation:
-            models = [
-                model
-                if isinstance(without_compiler(model), DistributedDataParallel)
-                or not any(parameter.requires_grad for parameter in model.parameters())
-                else self._wrap(model)
-                for model in models
-            ]
             self.groups.optimizers += bundle.optimizers
-        return replace(bundle, models=models)
+        return super().wrap(bundle, evaluation=evaluation)
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model.module if isinstance(model, DistributedDataParallel) else model
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
+    def wrap_model(self, model: nn.Module) -> DistributedDataParallel:
         self.groups.equalize([model])
         # The hook below communicates, and nothing else may: groups join and leave between steps.
         nothing = import_module("torchft.process_group").ProcessGroupDummy(0, 1)
@@ -81,16 +67,11 @@ class ReplicaStrategy(Strategy):
         self.groups.models.append(model)
         return wrapped
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        inner = without_compiler(model)
-        return inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
-
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        return _step(self, super().step, optimizer, closure)
+        return _step(self, self.precision.step, optimizer, closure)
 
     def release(self) -> None:
         self.groups.release()
-        super().release()
 
 
 class ShardedReplicaStrategy(Fsdp2Strategy):
