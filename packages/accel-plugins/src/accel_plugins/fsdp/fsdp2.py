@@ -46,7 +46,37 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Fsdp2Strategy(ShardedStrategy):
+class MeshStrategy(ShardedStrategy):
+    """Shards models over the axes of the run's mesh."""
+
+    def shard_over(self, axes: Axes, full: FullSharding | None) -> None:
+        """Shard layers, experts and sequences over their axes, and parameters by FSDP2 if `full`."""
+        experts, tensor = None if full is None else full.experts, None
+        if axes.tensor is not None:
+            tensor = TensorParallel(mesh=axes.tensor, ignores_experts=experts is not None)
+        context, self.ulysses = sequences_of(axes)
+        self.split_sequences, self.mesh = context, axes.mesh
+        if self.ulysses is not None:
+            self.shard_sequences = self.ulysses.shard
+        self.sequences = [stage for stage in (context, self.ulysses) if stage is not None]
+        stages = [stage for stage in (tensor, experts, full) if stage is not None]
+        self.stages, self.validators = stages, [stage.validate for stage in (*stages, *self.sequences)]
+        if full is not None:
+            if isinstance(full.plugin.cpu_offload, CPUOffloadPolicy):
+                self.parameters_on = torch.device("cpu")
+            self.master_weights = None if self.precision.name == "no" else self.precision.name
+            self.only_main_has_values = bool(full.plugin.cpu_ram_efficient_loading)
+
+    def prepare_sequences(self, model: nn.Module) -> None:
+        for sequences in self.sequences:
+            sequences.prepare(model)
+
+    def release(self) -> None:
+        if self.ulysses is not None:
+            self.ulysses.release()
+
+
+class Fsdp2Strategy(MeshStrategy):
     """Shard models by FSDP2, and over the axes of the run."""
 
     name = "fsdp2"
@@ -60,46 +90,32 @@ class Fsdp2Strategy(ShardedStrategy):
         plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(
             fsdp_version=2
         )
-        if plugin.version != 2:
-            raise SettingsError(
-                f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: "
-                "its axes go with fsdp_version=2 only."
-            )
-        # 1. Build the mesh, and the stages that shard models over its axes.
-        plugin.set_mixed_precision(precision.name)
+        check_version(plugin)
         sharded = FullyShardedDataParallelPlugin in handlers
         axes = axes_of(runtime, handlers, sharded=sharded, fully_shard=True)
-        mesh, experts_mesh = axes.fully_sharded(runtime), axes.experts(runtime)
-        experts = None
-        if experts_mesh is not None:
-            experts = ExpertParallel(mesh=experts_mesh, num_batches=mesh.size(), tensor=axes.tensor)
-        full = FullSharding(plugin=plugin, mesh=mesh, master_weights=precision.name != "no", experts=experts)
-        tensor = None
-        if axes.tensor is not None:
-            tensor = TensorParallel(mesh=axes.tensor, ignores_experts=experts is not None)
-        stages = [stage for stage in (tensor, experts, full) if stage is not None]
-        # 2. Shard sequences, too, with context or sequence parallelism.
-        context, ulysses = sequences_of(axes)
-        self.sequences = [stage for stage in (context, ulysses) if stage is not None]
-        self.split_sequences, self.ulysses = context, ulysses
-        if ulysses is not None:
-            self.shard_sequences = ulysses.shard
-        self.stages, self.validators = stages, [stage.validate for stage in (*stages, *self.sequences)]
-        # 3. Set where sharded parameters are, and which ranks read which batches.
-        if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-            self.parameters_on = torch.device("cpu")
-        self.master_weights = None if precision.name == "no" else precision.name
-        self.only_main_has_values = bool(plugin.cpu_ram_efficient_loading)
-        self.mesh, self.sharding = axes.mesh, axes.sharding
-        self.states = ShardedStates(runtime.device, partial(form_of, plugin))
+        self.shard_over(axes, full_sharding(plugin, axes, runtime, precision))
+        self.sharding, self.states = axes.sharding, ShardedStates(runtime.device, partial(form_of, plugin))
 
-    def prepare_sequences(self, model: nn.Module) -> None:
-        for sequences in self.sequences:
-            sequences.prepare(model)
 
-    def release(self) -> None:
-        if self.ulysses is not None:
-            self.ulysses.release()
+def check_version(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Refuse a plugin of FSDP1."""
+    if plugin.version != 2:
+        raise SettingsError(
+            f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: "
+            "its axes go with fsdp_version=2 only."
+        )
+
+
+def full_sharding(
+    plugin: FullyShardedDataParallelPlugin, axes: Axes, runtime: Runtime, precision: PrecisionPolicy
+) -> FullSharding:
+    """Return the FSDP2 sharding of a plugin over the axes of a mesh."""
+    plugin.set_mixed_precision(precision.name)
+    mesh, experts_mesh = axes.fully_sharded(runtime), axes.experts(runtime)
+    experts = None
+    if experts_mesh is not None:
+        experts = ExpertParallel(mesh=experts_mesh, num_batches=mesh.size(), tensor=axes.tensor)
+    return FullSharding(plugin=plugin, mesh=mesh, master_weights=precision.name != "no", experts=experts)
 
 
 def sequences_of(axes: Axes) -> tuple[ContextParallel | None, Ulysses | None]:

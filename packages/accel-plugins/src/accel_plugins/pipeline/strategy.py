@@ -12,17 +12,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_ops.modules import model_has_dtensor, replace_forward, without_compiler
 from accel_ops.tree import by_device, local_parts
 from accel_plugins.fsdp.blocks import fsdp2_prepare_auto_wrap_policy, modules_named
-from accel_plugins.fsdp.fsdp2 import FullSharding, sequences_of
+from accel_plugins.fsdp.fsdp2 import FullSharding, MeshStrategy, check_version, full_sharding
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.parallelism.attention import text_config
 from accel_plugins.parallelism.config import Axes, TorchPipelineParallelConfig, axes_of
-from accel_plugins.parallelism.experts import ExpertParallel
-from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.pipeline.engine import Pipeline
 from accel_plugins.pipeline.stages import Layout, lay_out
 from accel_plugins.pipeline.state import ModelNames, PipelineStates
@@ -30,7 +27,6 @@ from accel_plugins.sharding.folder import TorchPlanners
 from accel_plugins.sharding.shards import gather_full_tensor, shard_like
 from accel_plugins.sharding.state import StateForm
 from accel_plugins.sharding.step import norm_of
-from accel_plugins.sharding.wrap import ShardedStrategy
 from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, Optimizers, Parameters, PrecisionPolicy
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
@@ -40,7 +36,7 @@ from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 
 
-class PipelineStrategy(ShardedStrategy):
+class PipelineStrategy(MeshStrategy):
     """Cut models into stages in place, and record the names of tensors of other ranks."""
 
     name = "pipeline"
@@ -70,16 +66,9 @@ class PipelineStrategy(ShardedStrategy):
                 f"or newer, and {torch.__version__} is installed, whose stages pass nothing on within a rank."
             )
         # 2. Build the stages that shard and cut models.
-        full = _full_sharding(axes, runtime, precision, handlers)
-        experts = None if full is None else full.experts
-        tensor = None
-        if axes.tensor is not None:
-            tensor = TensorParallel(mesh=axes.tensor, ignores_experts=experts is not None)
-        context, ulysses = sequences_of(axes)
-        self.sequences = [stage for stage in (context, ulysses) if stage is not None]
-        self.split_sequences, self.ulysses = context, ulysses
-        if ulysses is not None:
-            self.shard_sequences = ulysses.shard
+        plugin = _plugin_of(axes, handlers)
+        full = None if plugin is None else full_sharding(plugin, axes, runtime, precision)
+        self.shard_over(axes, full)
         self.names: Any = weakref.WeakKeyDictionary()
         self.models: PreparedPipelines = weakref.WeakKeyDictionary()
         cut = StageCutter(
@@ -89,20 +78,13 @@ class PipelineStrategy(ShardedStrategy):
             group=self.group,
             replicas=None if axes.losses is None else axes.losses.get_group(),
             full=full,
-            is_tensor_parallel=tensor is not None,
+            is_tensor_parallel=axes.tensor is not None,
             names=self.names,
             models=self.models,
         )
-        self.stages = [stage for stage in (tensor, experts, cut) if stage is not None]
-        all_stages = (cut, tensor, experts, full, *self.sequences)
-        self.validators = [stage.validate for stage in all_stages if stage is not None]
-        # 3. Set where sharded parameters are, and which ranks read which batches.
-        if full is not None:
-            if isinstance(full.plugin.cpu_offload, CPUOffloadPolicy):
-                self.parameters_on = torch.device("cpu")
-            self.master_weights = None if precision.name == "no" else precision.name
-            self.only_main_has_values = bool(full.plugin.cpu_ram_efficient_loading)
-        self.mesh = axes.mesh
+        self.stages = [*(stage for stage in self.stages if stage is not full), cut]
+        self.validators = [cut.validate, *self.validators]
+        # 3. Set which ranks read which batches, and gather states from all stages.
         micro_batches = self.options.pp_num_microbatches or self.group.size()
         self.sharding = replace(axes.sharding, micro_batches=micro_batches)
         rank, per_stage = runtime.topology.rank, runtime.topology.world_size // self.group.size()
@@ -111,13 +93,9 @@ class PipelineStrategy(ShardedStrategy):
             group=self.group,
             mesh=axes.mesh,
             device=runtime.device,
-            form=(lambda: StateForm.FULL) if full is None else partial(form_of, full.plugin),
+            form=(lambda: StateForm.FULL) if plugin is None else partial(form_of, plugin),
             planners=TorchPlanners(writer=rank - rank % per_stage),  # the first rank of the stage
         )
-
-    def prepare_sequences(self, model: nn.Module) -> None:
-        for sequences in self.sequences:
-            sequences.prepare(model)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False, **_: Any) -> Bundle:
         """Cut the models, and keep this rank's part of the optimizers."""
@@ -179,36 +157,23 @@ class PipelineStrategy(ShardedStrategy):
 
     def release(self) -> None:
         self.models.clear()  # a prepared pipeline refers to its model, which would keep its own entry alive
-        if self.ulysses is not None:
-            self.ulysses.release()
+        super().release()
 
 
-def _full_sharding(
-    axes: Axes, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> FullSharding | None:
-    """Return the FSDP2 sharding of stages, if there are axes or a plugin for it."""
+def _plugin_of(axes: Axes, handlers: Mapping[type, Any]) -> FullyShardedDataParallelPlugin | None:
+    """Return the options of the FSDP2 sharding of stages, if there are axes or a plugin for it."""
     plugin: FullyShardedDataParallelPlugin | None = handlers.get(FullyShardedDataParallelPlugin)
+    if plugin is not None:
+        check_version(plugin)
+        return plugin
     sizes = axes.config.sizes
-    replicas, shards = sizes["dp_replicate"], sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
-    is_sharded = shards > 1 or axes.config.ep_enabled
-    if plugin is None and not is_sharded and replicas == 1:
+    is_sharded = sizes["dp_shard"] * sizes["cp"] * sizes["sp"] > 1 or axes.config.ep_enabled
+    if not is_sharded and sizes["dp_replicate"] == 1:
         return None
-    if plugin is None:  # gathered once for all micro-batches
-        form = "SHARDED_STATE_DICT" if is_sharded else "FULL_STATE_DICT"
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, reshard_after_forward=False, state_dict_type=form
-        )
-    if plugin.version != 2:
-        raise SettingsError(
-            f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: "
-            "its axes go with fsdp_version=2 only."
-        )
-    plugin.set_mixed_precision(precision.name)
-    mesh, experts_mesh = axes.fully_sharded(runtime), axes.experts(runtime)
-    experts = None
-    if experts_mesh is not None:
-        experts = ExpertParallel(mesh=experts_mesh, num_batches=mesh.size(), tensor=axes.tensor)
-    return FullSharding(plugin=plugin, mesh=mesh, master_weights=precision.name != "no", experts=experts)
+    form = "SHARDED_STATE_DICT" if is_sharded else "FULL_STATE_DICT"
+    return FullyShardedDataParallelPlugin(  # gathered once for all micro-batches
+        fsdp_version=2, reshard_after_forward=False, state_dict_type=form
+    )
 
 
 PreparedPipelines = weakref.WeakKeyDictionary[nn.Module, "PreparedPipeline"]
