@@ -172,7 +172,7 @@ accelerator = Accelerator(
 set_seed(0)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-data = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+data = torch.randn(400, 4, generator=torch.Generator().manual_seed(1))
 model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data))
 if resumed := accelerator.has_checkpoint:
     accelerator.load_state()
@@ -203,7 +203,7 @@ def test_the_launcher_passes_a_notice_on_and_does_not_start_the_ranks_again(tmp_
     done = 1 + told.count("at work")
     again = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
-    assert again.stdout == f"steps {20 - done} life 0\n"
+    assert again.stdout == f"steps {200 - done} life 0\n"
 
 
 @distributed(world_size=2)

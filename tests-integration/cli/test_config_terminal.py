@@ -155,7 +155,7 @@ def environ(tmp_path):
 def start(environ, *line):
     command = [sys.executable, "-m", "accel_cli", "config", *line]
     return pexpect.spawn(
-        command[0], command[1:], env=environ, encoding="utf-8", dimensions=(60, 250), timeout=60
+        command[0], command[1:], env=environ, encoding="utf-8", dimensions=(60, 250), timeout=None
     )
 
 

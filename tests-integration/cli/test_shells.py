@@ -49,7 +49,7 @@ def test_zsh_completes_what_can_be_written_there(script, tmp_path):
     environ = {"TERM": "dumb", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     path = script("zsh")
     terminal = pexpect.spawn(
-        "zsh", ["-f", "-i"], encoding="utf-8", dimensions=(50, 200), timeout=60, env=environ
+        "zsh", ["-f", "-i"], encoding="utf-8", dimensions=(50, 200), timeout=None, env=environ
     )
     terminal.sendline(
         "unsetopt zle_bracketed_paste; autoload -U compinit; compinit -u -D;"

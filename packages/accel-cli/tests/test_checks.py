@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.arguments import FLAGS, help_text, read_arguments
+from accel_cli.arguments import FLAGS, launch, read_arguments
 from accel_cli.launch.command import make_plan
 from accel_cli.launch.hosts import HostDevices
 from accel_state.errors import AccelError, SettingsError
@@ -33,18 +33,14 @@ def plan(*line, environ=None, file=None, gpus=4, **machine):
         (["--zero_stage", "2", "--zero3_init_flag", "true"], {}, ["--zero_stage, argument --zero3"]),
         (["--megatron_lm_tp_degree", "2"], {}, ["add --use_megatron_lm"]),
         (["--parallelism_config_tp_size", "2"], {}, ["add --use_parallelism_config"]),
-        (["--fp8_backend", "te", "--mixed_precision", "bf16"], {}, ["--fp8_backend is about FP8", "'bf16'"]),
+        (["--fp8_backend", "te", "--mixed_precision", "bf16"], {}, ["add --mixed_precision fp8"]),
         (["--use_fsdp", "--use_deepspeed"], {}, ["--use_deepspeed requests DeepSpeed", "--use_fsdp"]),
         (
             ["--use_deepspeed", "--deepspeed_config_file", "ds.json", "--zero_stage", "3"],
             {},
             ["'ds.json'", "argument --zero_stage"],
         ),
-        (
-            ["--use_parallelism_config", "--parallelism_config_tp_size", "3", "--num_processes", "4"],
-            {},
-            ["tp_size 3", "argument --num_processes", "4"],
-        ),
+        (["--time", "5", "--queue", "q"], {}, ["--time, argument --queue are about", "add --launcher slurm"]),
         (["--min_machines", "2"], {}, ["there are only 1 machines", "--rdzv_backend c10d"]),
         ([], {"compute_environment": "AMAZON_SAGEMAKER"}, ["ec2_instance_type and iam_role_name"]),
     ],
@@ -80,13 +76,8 @@ def test_a_library_that_is_not_installed_is_named_before_anything_starts(line, f
     assert all(part in problem for part in parts), problem
 
 
-def test_the_sizes_of_megatron_make_groups_into_which_the_processes_are_divided():
+def test_the_sizes_of_megatron_reach_the_workers():
     sizes = ["--megatron_lm_tp_degree", "2", "--megatron_lm_pp_degree", "2"]
-    with pytest.raises(SettingsError) as caught:
-        plan("--use_megatron_lm", *sizes, "--num_processes", "6", gpus=6)
-    (problem,) = caught.value.problems
-    assert "tp_degree 2, pp_degree 2 make groups of 4" in problem
-    assert "the 6 of argument --num_processes" in problem
     environ = plan("--use_megatron_lm", *sizes, "--num_processes", "4").environ
     assert from_environ(environ).megatron == MegatronSettings(tp_degree=2, pp_degree=2)
     file = {
@@ -122,11 +113,6 @@ def test_a_flag_and_a_key_of_megatron_become_its_variable(field):
         (["--cpu", "--fp8_backend", "te"], {}, ["TransformerEngine trains on", "not 'cpu'", "'AO'"]),
         (["--fp8_backend", "msamp"], {"fp8_backends": ("AO",)}, ["no longer developed", "AORecipeKwargs()"]),
         ([], {"capability": lambda: (8, 0)}, ["8.9 or newer", "has 8.0", "'bf16'"]),
-        (
-            ["--cpu", "--fp8_backend", "ao", "--fp8_margin", "3", "--fp8_pad_inner_dim", "true"],
-            {},
-            ["argument --fp8_margin would have no effect, since argument --fp8_backend is 'AO'"],
-        ),
     ],
 )
 def test_fp8_that_the_machine_cannot_compute_is_refused_before_anything_starts(line, machine, parts):
@@ -182,7 +168,7 @@ def test_every_setting_is_in_the_parser_the_file_the_environment_the_questions_a
     assert {*option.flags} <= {*FLAGS}
     assert option.key is None or BY_KEY[option.key] is option
     assert option.variable is None or BY_VARIABLE[option.variable] is option
-    text = help_text()
+    text = launch().format_help()
     for flag in (*option.flags, *(name for name, _ in option.flag_aliases)):
         assert f"{flag}" in text
     if option.flags:

@@ -96,9 +96,6 @@ def test_a_job_has_a_name_that_a_service_may_have(script):
 def test_a_job_needs_an_image_and_its_own_flags(tmp_path, monkeypatch, capsys):
     with pytest.raises(SettingsError, match="--launcher kubeflow runs a container: pass --image"):
         kubeflow.show(plan_of())
-    read = read_arguments(["--queue", "mine", "train.py"])
-    with pytest.raises(SettingsError, match=r"--queue only applies to cluster jobs: add --launcher kubeflow"):
-        make_plan(merge_layers(read.settings), "train.py", (), {}, HostDevices(gpus=0, cores=4))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     assert main(["launch", "--launcher", "kubeflow", "--image", "x", "--dry_run", "train.py"]) == 0
@@ -218,14 +215,14 @@ def launched(tmp_path, monkeypatch):
     server.server_close()
     for process in handler.pods.values():
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate()
 
 
 def test_a_job_is_followed_and_has_the_exit_code_of_its_container(launched):
     with launched(
         "import os, sys\nprint('out', os.environ['PET_NNODES'])\nsys.exit(5)\n", "--cpu"
     ) as process:
-        output, problems = process.communicate(timeout=60)
+        output, problems = process.communicate()
     assert (process.returncode, output) == (5, "out 1\n"), problems
     assert re.search(r"job script-\w{5} failed: a container exited with 5", problems)
 
@@ -234,7 +231,7 @@ def test_output_goes_on_after_a_connection_was_dropped(launched):
     launched.environ["CUT"] = "1"
     source = "import sys\nprint('first', flush=True)\nsys.stdin.readline()\nprint('second')\nprint('third')\n"
     with launched(source, "--cpu") as process:
-        output, problems = process.communicate(timeout=60)
+        output, problems = process.communicate()
     assert (process.returncode, output) == (0, "first\nsecond\nthird\n"), problems
 
 
@@ -242,14 +239,14 @@ def test_ctrl_c_deletes_the_job(launched):
     with launched("import time\nprint('up', flush=True)\ntime.sleep(600)\n", "--cpu") as process:
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGINT)
-        _, problems = process.communicate(timeout=60)
+        _, problems = process.communicate()
     assert process.returncode == 130
     assert "is deleted" in problems
 
 
 def test_what_kubernetes_refuses_is_said(launched):
     with launched("", "--queue", "none") as process:
-        _, problems = process.communicate(timeout=60)
+        _, problems = process.communicate()
     assert process.returncode == 2
     assert "accel launch: error: Kubernetes rejected the request: there is no queue" in problems
 
@@ -262,7 +259,7 @@ def test_ranks_of_two_pods_train_together(launched):
         "a.end_training()\n"
     )
     with launched(source, "--cpu", "--nodes", "2", "--num_processes", "2") as process:
-        output, problems = process.communicate(timeout=180)
+        output, problems = process.communicate()
     assert process.returncode == 0, output + problems
     assert sorted(output.splitlines()) == [f"node {node}: 2 3.0" for node in range(2)]
 
@@ -353,7 +350,6 @@ def test_kubectl_creates_what_a_dry_run_prints(form, tmp_path, monkeypatch, caps
             input=printed,
             capture_output=True,
             text=True,
-            timeout=60,
             env={**os.environ, **variables},
         )
         server.shutdown()

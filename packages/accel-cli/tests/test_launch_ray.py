@@ -66,11 +66,6 @@ def test_without_ray_one_sentence_names_the_extra(monkeypatch, tmp_path):
 def test_what_describes_one_node_is_refused():
     with pytest.raises(SettingsError, match="argument --machine_rank, argument --gpu_ids are not supported"):
         ray.show(plan_of("--gpu_ids", "0", "--machine_rank", "0"))
-    with pytest.raises(SettingsError, match="--time only applies to cluster jobs: add --launcher slurm"):
-        plan_of("--time", "5")
-    read = read_arguments(["--ray_strategy", "SPREAD", "train.py"])
-    with pytest.raises(SettingsError, match=r"--ray_strategy only applies .*: add --launcher ray"):
-        make_plan(merge_layers(read.settings), "train.py", (), {}, HostDevices(gpus=0, cores=4))
 
 
 SCRIPT = """\

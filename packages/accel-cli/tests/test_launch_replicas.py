@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 
 import pytest
 
@@ -69,13 +68,17 @@ def job(tmp_path, source: str, *line: str) -> ReplicaJob:
     return ReplicaJob(plan, [sys.executable, str(tmp_path / "program.py")], "http://127.0.0.1:1")
 
 
-def test_a_failed_group_starts_again_with_its_number(tmp_path, capfd):
+def test_a_failed_group_starts_again_with_its_number(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     source = """
-import os, sys
+import os, sys, time
 group, life = os.environ["REPLICA_GROUP_ID"], int(os.environ["ACCELERATE_REPLICA_RESTARTS"])
 assert os.environ["NUM_REPLICA_GROUPS"] == "2" and os.environ["TORCHFT_LIGHTHOUSE"]
 os.write(1, f"group {group} life {life}\\n".encode())  # at once, beside the other group
-import time; time.sleep(0.5 if group == "0" or life else 0)
+if life:
+    open("again", "w").close()
+while group == "0" and not os.path.exists("again"):
+    time.sleep(0.05)
 sys.exit(9 if group == "1" and not life else 0)
 """
     handler = signal.getsignal(signal.SIGTERM)
@@ -90,10 +93,8 @@ def test_too_few_groups_end_the_job_with_the_code_of_the_last(tmp_path, capfd):
     source = """
 import os, sys, time
 if os.environ["REPLICA_GROUP_ID"] == "0":
-    time.sleep(60)
+    time.sleep(100_000)  # ended by the launcher
 sys.exit(9)
 """
-    began = time.monotonic()
     assert job(tmp_path, source, "--min_replica_groups", "2").run() == 9
-    assert time.monotonic() - began < 30, "the other group is ended"
     assert "replica group 1 ended with 9 and is not restarted" in capfd.readouterr().err

@@ -96,11 +96,6 @@ def test_jobs_that_cannot_be_are_refused():
         script_of("--num_processes", "4", "--gpus_per_node", "2")
     with pytest.raises(SettingsError, match=r"--time is 'soon': expected minutes"):
         script_of("--time", "soon")
-    read = read_arguments(["--gpus_per_node", "2", "train.py"])
-    with pytest.raises(
-        SettingsError, match="--gpus_per_node only applies to cluster jobs: add --launcher slurm"
-    ):
-        make_plan(merge_layers(read.settings), "train.py", (), {}, HostDevices(gpus=0, cores=4))
 
 
 def test_a_dry_run_prints_the_script_and_needs_no_slurm(tmp_path, monkeypatch, capsys):

@@ -85,10 +85,9 @@ def test_updates_are_those_of_adamw_with_master_weights(dtype, overlap, clips):
 
 
 def eventually(condition):
-    end = time.monotonic() + 20
-    while not condition() and time.monotonic() < end:
+    while not condition():
         time.sleep(0.01)
-    return condition()
+    return True
 
 
 def test_scaled_losses_give_the_updates_of_plain_ones_and_an_overflow_gives_none():
@@ -225,8 +224,7 @@ def test_training_goes_on_in_a_forked_child():
     step()
     child = multiprocessing.get_context("fork").Process(target=step, daemon=True)
     child.start()
-    child.join(60)
-    child.kill()
+    child.join()
     assert child.exitcode == 0
 
 

@@ -195,7 +195,7 @@ def test_an_index_names_files_of_its_folder_only(tmp_path: Path, elsewhere: str)
 def test_every_rank_hears_of_weights_that_rank_0_lacks():
     models = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
     state = {name: torch.ones_like(value) for name, value in models[0].state_dict().items()}
-    ranks = ThreadRanks(size=2, timeout=5)
+    ranks = ThreadRanks(size=2)
 
     def load(rank: int) -> None:
         load_from_rank0(models[rank], state if rank == 0 else {}, current(), on_cpu=False)

@@ -187,9 +187,10 @@ def test_launches_at_the_same_time_do_not_meet_at_one_port():
     ]
     for process in processes:
         process.start()
-    results = dict(queue.get(timeout=120) for _ in processes)
     for process in processes:
         process.join()
+    assert [process.exitcode for process in processes] == [0] * len(processes)
+    results = dict(queue.get() for _ in processes)
     assert results == {
         "debug": dict.fromkeys((0, 1), (2, 3, "no", True)),
         "notebook": dict.fromkeys((0, 1), (2, 1, "no", True)),
@@ -208,9 +209,10 @@ def test_two_machines_meet():
     machines = [fork.Process(target=machine, args=(rank,)) for rank in range(2)]
     for process in machines:
         process.start()
-    results = queue.get(timeout=120) | queue.get(timeout=120)
     for process in machines:
         process.join()
+    assert [process.exitcode for process in machines] == [0, 0]
+    results = queue.get() | queue.get()
     assert results == dict.fromkeys((0, 1), (2, 1, "no", True))
 
 

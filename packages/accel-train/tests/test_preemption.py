@@ -146,7 +146,7 @@ def test_data_workers_can_be_ended_where_no_thread_can_wait_for_the_sender(preem
     next(iterator)
     (worker,) = multiprocessing.active_children()
     worker.terminate()
-    worker.join(30)
+    worker.join()
     assert worker.exitcode is not None
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import textwrap
 from argparse import (
     REMAINDER,
     SUPPRESS,
     Action,
     ArgumentParser,
     ArgumentTypeError,
+    HelpFormatter,
     Namespace,
     _ActionsContainer,
 )
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from accel_ops.weights.layout import convert_file_size_to_int
@@ -33,7 +34,6 @@ class Parser(ArgumentParser):
         command: The name of the subcommand.
         description: Its description.
         epilog: The end of its help.
-        format_help: Returns its help; argparse's by default.
 
     Example:
         >>> parser = Parser("greet", "Greet.")
@@ -42,41 +42,32 @@ class Parser(ArgumentParser):
         'Ada'
     """
 
-    def __init__(
-        self,
-        command: str,
-        description: str,
-        epilog: str | None = None,
-        format_help: Callable[[], str] | None = None,
-    ) -> None:
+    def __init__(self, command: str, description: str, epilog: str | None = None) -> None:
         super().__init__(prog=f"accel {command}", description=description, epilog=epilog, allow_abbrev=False)
         self._has_script = False
-        self._format_help = super().format_help if format_help is None else format_help
 
     @property
     def actions(self) -> list[Action]:
         """All declared actions, in order."""
         return [*self._actions]
 
-    def format_help(self) -> str:
-        """Return the help."""
-        return self._format_help()
-
     def add_script(self, usage: str) -> None:
         """Declare `script` and `script_arguments`, after all flags; each flag takes one value or none."""
         self.add_argument("script", nargs="?", help="the script")
         self.add_argument("script_arguments", nargs=REMAINDER, help="its arguments")
-        self.usage = usage.removeprefix("usage: ")
+        self.usage = usage
         self._has_script = True
 
     def add_settings(self, *, hidden: bool) -> None:
-        """Add the flags of all settings not declared yet; values are stored in `settings`, by path."""
+        """Add the flags of all other settings, by topic; values are stored in `settings`, by path."""
         declared = {*self._option_string_actions}
+        topics = dict.fromkeys(row.option.topic for row in FLAGS.values())
+        groups = {topic: self.add_argument_group(topic) for topic in topics}
         for row in {id(row): row for row in FLAGS.values()}.values():
             names = [name for name, flag in FLAGS.items() if flag is row and name not in declared]
             if names:
                 text = SUPPRESS if hidden or row.help is None else row.help.replace("%", "%%")
-                self.add_argument(*names, action=SettingAction, row=row, help=text)
+                groups[row.option.topic].add_argument(*names, action=SettingAction, row=row, help=text)
 
     def read(self, words: Sequence[str]) -> Namespace:
         """Parse the words after the subcommand.
@@ -117,23 +108,16 @@ class Parser(ArgumentParser):
             word = remaining.pop(0)
             name = word.partition("=")[0] if word.startswith("--") else word[:2]
             action = self._option_string_actions.get(name)
-            if action is None:
-                hint = f"{self._hint(name)} Put flags of the script after its name."
-                problems.append(f"argument {name} is unknown{hint}")
-                near = self._nearest(name)
-                if near is None:
-                    break
-                if self._option_string_actions[near].nargs is None and word == name:
-                    del remaining[:1]
-            elif action.nargs == 0 and "=" in word:
-                text = word.partition("=")[2]
-                problems.append(f"argument {name} takes no value, but got {text!r}.")
-            elif action.nargs is not None or word != name:
+            known = action or self._option_string_actions.get(self._nearest(name) or "")
+            if known is not None and known.nargs is None and word == name and remaining:
+                word += f"={remaining.pop(0)}"
+            if action is not None:
                 flags.append(word)
-            elif remaining[:1] in ([], ["--"]):
-                problems.append(f"argument {name} needs a value.")
-            else:
-                flags.append(f"{name}{'=' if name.startswith('--') else ''}{remaining.pop(0)}")
+                continue
+            hint = f"{self._hint(name)} Put flags of the script after its name."
+            problems.append(f"argument {name} is unknown{hint}")
+            if known is None:
+                break
         return flags, remaining[1:] if remaining[:1] == ["--"] else remaining
 
     def _nearest(self, flag: str) -> str | None:
@@ -149,7 +133,10 @@ class SettingAction(Action):
     """An argparse action that stores settings by path; values of a repeated flag are concatenated."""
 
     def __init__(self, *, row: SettingFlag, **declared: Any) -> None:
+        choices = row.option.choices
+        metavar = f"{{{','.join(choices)}}}" if 0 < len(choices) < 5 else row.option.name.upper()
         declared |= {"dest": "settings", "default": {}, "nargs": None if row.const is None else 0}
+        declared["metavar"] = metavar
         super().__init__(**declared)
         self.row = row
 
@@ -175,7 +162,7 @@ class SettingFlag:
     Args:
         option: The setting.
         const: The value of a flag without an argument.
-        help: Its help; None for aliases and negated flags, which help and completion do not list.
+        help: Its help; None for negated flags, which help and completion do not list.
     """
 
     option: Option
@@ -190,26 +177,45 @@ def _make_flags() -> dict[str, SettingFlag]:
         if option.const == "true" and (option.key or not option.name):
             off = SettingFlag(option=option, const="false")
             flags |= {f"--no_{name[2:]}": off for name in option.flags}
-        flags |= dict.fromkeys(option.flags, SettingFlag(option=option, const=option.const, help=option.help))
-        flags |= {name: SettingFlag(option=option, const=const) for name, const in option.flag_aliases}
+        flag = SettingFlag(option=option, const=option.const, help=_help_of(option))
+        flags |= dict.fromkeys(option.flags, flag)
+        for name, const in option.flag_aliases:
+            text = f"Sets {option.name} to {const}."
+            flags[name] = SettingFlag(option=option, const=const, help=text)
     return flags
+
+
+def _help_of(option: Option) -> str:
+    has_list = option.const is None and len(option.choices) >= 5
+    choices = f" One of {', '.join(option.choices)}." if has_list else ""
+    default = f" With --use_{option.section}: {option.launch_default}." if option.launch_default else ""
+    return f"{option.help}{choices}{default} {option.sources_help}".rstrip()
 
 
 FLAGS = _make_flags()
 """Every flag of a setting, spelled with underscores."""
 
-USAGE = "usage: accel launch [options] training_script [training_script_args ...]"
+USAGE = "accel launch [options] training_script [training_script_args ...]"
 
 
 def launch() -> Parser:
     """Build the parser of `accel launch`."""
-    made = Parser("launch", " ".join(HELP), format_help=help_text)
+    made = Parser("launch", ABOUT_LAUNCH)
+    made.formatter_class = partial(HelpFormatter, max_help_position=6, width=100)
     add_config_file(made, "read, in YAML or JSON")
     _switch(made, "--explain", text="show the source of each setting and the command, but run nothing")
     _switch(made, "--dry_run", text="print the job or command, but run nothing")
     made.add_settings(hidden=False)
     made.add_script(USAGE)
     return made
+
+
+ABOUT_LAUNCH = (
+    "Run a Python script in one process, like `python script`, or in several. A flag overrides an"
+    " environment variable, which overrides the config file, which overrides the default. Flags may have"
+    " hyphens (`--num-processes 2`) or underscores (`--num_processes 2`); `--no_NAME` turns off a switch of"
+    " the config file. Arguments after the script are passed to the script."
+)
 
 
 def read_arguments(words: Sequence[str]) -> Namespace:
@@ -221,48 +227,6 @@ def read_arguments(words: Sequence[str]) -> Namespace:
         (2, 'train.py', ['--num-processes', '3'])
     """
     return launch().read(words)
-
-
-def help_text() -> str:
-    """Return the text of `accel launch --help`."""
-    sections: dict[str, list[str]] = {
-        "the command": [
-            _format_entry("--config_file FILE", f"Settings in YAML or JSON; by default {DEFAULT_PATH_HELP}."),
-            _format_entry("--explain", "Show the source of each setting and the command, but run nothing."),
-            _format_entry("--dry_run", "Print the batch script or the command, but run nothing."),
-        ]
-    }
-    for option in OPTIONS:
-        if option.flags:
-            names = ", ".join((*option.flags, *(name for name, _ in option.flag_aliases)))
-            choices = ""
-            if option.const is None and 0 < len(option.choices) < 5:
-                names += f" {{{','.join(option.choices)}}}"
-            elif option.const is None:
-                names += f" {option.name.upper()}"
-                choices = f" One of {', '.join(option.choices)}." if option.choices else ""
-            default = (
-                f" With --use_{option.section}: {option.launch_default}." if option.launch_default else ""
-            )
-            text = f"{option.help}{choices}{default} {option.sources_help}".rstrip()
-            sections.setdefault(option.topic, []).append(_format_entry(names, text))
-    body = [line for title, entries in sections.items() for line in ("", f"{title}:", *entries)]
-    return "\n".join((USAGE, "", *HELP, *body, ""))
-
-
-HELP = textwrap.wrap(
-    "Run a Python script in one process, like `python script`, or in several. A flag overrides an"
-    " environment variable, which overrides the config file, which overrides the default. Flags may have"
-    " hyphens (`--num-processes 2`) or underscores (`--num_processes 2`); `--no_NAME` turns off a switch of"
-    " the config file. Arguments after the script are passed to the script.",
-    width=100,
-)
-"""The description of `accel launch`, in lines."""
-
-
-def _format_entry(names: str, text: str) -> str:
-    lines = textwrap.wrap(text, width=76, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join((f"  {names}", *lines))
 
 
 def config() -> Parser:

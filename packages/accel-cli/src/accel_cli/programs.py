@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from accel_cli.arguments import FLAGS, HELP, USAGE, read_arguments
+from accel_cli.arguments import ABOUT_LAUNCH, FLAGS, USAGE, read_arguments
 from accel_cli.config_file import read_config
 from accel_cli.launch import launchers, sagemaker
 from accel_cli.launch.command import make_plan, plan_launch, probe_host
@@ -92,11 +92,7 @@ def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
         >>> args.num_processes, args.training_script, args.training_script_args
         (2, 'train.py', ['--lr', '1'])
     """
-    options: dict[str, Any] = {
-        "description": " ".join(HELP),
-        "usage": USAGE.removeprefix("usage: "),
-        "allow_abbrev": False,
-    }
+    options: dict[str, Any] = {"description": ABOUT_LAUNCH, "usage": USAGE, "allow_abbrev": False}
     if subparsers is None:
         parser = ArgumentParser("accel launch", **options)
     else:

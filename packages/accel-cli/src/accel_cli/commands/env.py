@@ -8,13 +8,15 @@ import platform
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+import yaml
 
 from accel_cli.config_file import read_config
 from accel_cli.launch.hosts import query_nvidia
@@ -94,23 +96,14 @@ def report(
 
 
 def as_text(facts: Mapping[str, Any]) -> str:
-    r"""Write facts line by line, in a fence that shows them unchanged where Markdown is pasted.
+    r"""Write facts as YAML, in a fence that shows them unchanged where Markdown is pasted.
 
     Example:
-        >>> as_text({"python": "3.12", "cpu": {"cores": 2}, "programs": ["g++", "srun"]})
-        '```text\npython: 3.12\ncpu:\n  cores: 2\nprograms: g++, srun\n```\n'
+        >>> as_text({"python": "3.12", "cpu": {"cores": 2}})
+        "```yaml\npython: '3.12'\ncpu:\n  cores: 2\n```\n"
     """
-    return "\n".join(("```text", *_lines(facts), "```", ""))
-
-
-def _lines(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    for name, value in facts.items():
-        if isinstance(value, dict) and value:
-            yield f"{indent}{name}:"
-            yield from _lines(cast("dict[str, Any]", value), indent + "  ")
-        else:
-            text = ", ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else str(value)
-            yield f"{indent}{name}: {'none' if value in ({}, [], None, '') else ' '.join(text.split())}"
+    text = yaml.safe_dump(json.loads(json.dumps(facts)), sort_keys=False, allow_unicode=True, width=1000)
+    return f"```yaml\n{text}```\n"
 
 
 def _versions(names: Iterable[str]) -> dict[str, str]:

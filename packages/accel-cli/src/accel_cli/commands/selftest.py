@@ -10,67 +10,42 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from accel_cli.output import Table, show, working, write_html
 from accel_state.files import read_json
-from accel_state.frozen import frozen
 
 PASSED, FAILED, SKIPPED, RUNNING = "passed", "failed", "skipped", "running"
 
 
-@frozen
-class Outcome:
-    """Outcome of a check, on one rank or on all ranks."""
-
-    name: str
-    state: str
-    detail: str = ""
-    seconds: float = 0.0
+Report = Mapping[str, Any]
+"""What a rank reports: its rank and world size, facts, the result of each check, and bytes per second."""
 
 
-@frozen
-class RankReport:
-    """Report of one rank.
-
-    Args:
-        facts: Its device and host.
-        speeds: Bytes per second, by type of transfer.
-    """
-
-    rank: int
-    world_size: int
-    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    outcomes: tuple[Outcome, ...] = ()
-    speeds: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
-def combine(reports: Sequence[RankReport]) -> tuple[Outcome, ...]:
-    """Combine the outcomes over all ranks. A check fails if it fails, or did not end, on any rank."""
+def combine(reports: Sequence[Report]) -> dict[str, dict[str, Any]]:
+    """Combine the checks of all ranks. A check fails if it fails, or did not end, on any rank."""
 
     def ranks_text(ranks: Sequence[int]) -> str:
-        if len(ranks) == reports[0].world_size:
+        if len(ranks) == reports[0]["world_size"]:
             return "every rank" if len(ranks) > 1 else "here"
-        return f"rank {', '.join(map(str, sorted(ranks)))}"
+        return f"rank {', '.join(map(str, ranks))}"
 
-    combined: list[Outcome] = []
-    for name in (outcome.name for outcome in reports[0].outcomes):
-        outcomes = {
-            report.rank: outcome for report in reports for outcome in report.outcomes if outcome.name == name
+    combined: dict[str, dict[str, Any]] = {}
+    for name in reports[0]["checks"]:
+        checks = {report["rank"]: report["checks"][name] for report in reports}
+        failed = [rank for rank in sorted(checks) if checks[rank]["result"] == FAILED]
+        unfinished = [rank for rank in sorted(checks) if checks[rank]["result"] == RUNNING]
+        combined[name] = {
+            **checks[min(checks)],
+            "seconds": max(check["seconds"] for check in checks.values()),
         }
-        first = outcomes[min(outcomes)]
-        state, detail = first.state, first.detail
-        failed = [rank for rank, outcome in outcomes.items() if outcome.state == FAILED]
-        unfinished = [rank for rank, outcome in outcomes.items() if outcome.state == RUNNING]
         if failed:
-            state, detail = FAILED, f"{ranks_text(failed)}: {outcomes[min(failed)].detail}"
+            what = f"{ranks_text(failed)}: {checks[failed[0]]['what']}"
+            combined[name] |= {"result": FAILED, "what": what}
         elif unfinished:
-            state, detail = FAILED, f"{ranks_text(unfinished)} did not finish"
-        seconds = max(outcome.seconds for outcome in outcomes.values())
-        combined.append(Outcome(name=name, state=state, detail=detail, seconds=seconds))
-    return tuple(combined)
+            combined[name] |= {"result": FAILED, "what": f"{ranks_text(unfinished)} did not finish"}
+    return combined
 
 
 ABOUT: Mapping[str, str] = {
@@ -105,24 +80,24 @@ _SLOW_REDUCE = 2e9
 """Bytes per second that GPUs of one machine exceed even through host memory."""
 
 
-def advice(outcomes: Sequence[Outcome], reports: Sequence[RankReport], *, cores: int) -> list[str]:
+def advice(checks: Mapping[str, Mapping[str, Any]], reports: Sequence[Report], *, cores: int) -> list[str]:
     """Return advice, one sentence per problem.
 
     Example:
-        >>> advice([Outcome(name="data loader", state="failed")], [], cores=2)
+        >>> advice({"data loader": {"result": "failed"}}, [], cores=2)
         ['Samples are lost or repeated. Please report this with the output of `accel env`.']
     """
-    lines = [ABOUT[check.name] for check in outcomes if check.state == FAILED and check.name in ABOUT]
+    lines = [ABOUT[name] for name, check in checks.items() if check["result"] == FAILED]
     if not reports:
         return lines
-    first = reports[0]
-    on_accelerator = first.facts.get("device type") not in {None, "cpu"}
-    threads = sum(int(report.facts.get("threads", 0)) for report in reports)
-    copy = first.speeds.get("host to device, pinned")
-    reduce = first.speeds.get("all-reduce")
-    if not on_accelerator and first.facts.get("accelerators"):
+    facts, speeds = reports[0]["facts"], reports[0]["speeds"]
+    on_accelerator = facts["device type"] != "cpu"
+    threads = sum(report["facts"]["threads"] for report in reports)
+    copy = speeds.get("host to device, pinned")
+    reduce = speeds.get("all-reduce")
+    if not on_accelerator and facts["accelerators"]:
         lines.append(
-            f"There is an accelerator ({first.facts['accelerators']}), but the config uses the CPU: "
+            f"There is an accelerator ({facts['accelerators']}), but the config uses the CPU: "
             "check use_cpu and ACCELERATE_USE_CPU."
         )
     if threads > 2 * cores:
@@ -162,26 +137,24 @@ def run(options: Namespace) -> int:
     if not reports:
         sys.stderr.write(output)
         return code if code == 2 else 1
-    outcomes = combine(reports)
-    failed = [outcome for outcome in outcomes if outcome.state == FAILED]
-    lines = advice(outcomes, reports, cores=os.cpu_count() or 1)
+    checks = combine(reports)
+    failed = {name: check for name, check in checks.items() if check["result"] == FAILED}
+    lines = advice(checks, reports, cores=os.cpu_count() or 1)
     if options.html is not None:
-        title = f"accel test on {reports[0].world_size} process(es)"
-        write_html(options.html, title, _report(outcomes, reports, lines, seconds, quiet=False))
+        title = f"accel test on {reports[0]['world_size']} process(es)"
+        write_html(options.html, title, _report(checks, reports[0], lines, seconds, quiet=False))
     if options.json:
         facts = {
-            "processes": [dict(report.facts) for report in reports],
-            "checks": {
-                outcome.name: {"result": outcome.state, "what": outcome.detail, "seconds": outcome.seconds}
-                for outcome in outcomes
-            },
-            "bytes per second": dict(reports[0].speeds),
+            "processes": [report["facts"] for report in reports],
+            "checks": checks,
+            "bytes per second": reports[0]["speeds"],
             "advice": lines,
             "seconds": seconds,
         }
         show(json.dumps(facts, indent=2))
     else:
-        show(*_report(failed if options.quiet else outcomes, reports, lines, seconds, quiet=options.quiet))
+        shown = failed if options.quiet else checks
+        show(*_report(shown, reports[0], lines, seconds, quiet=options.quiet))
     if failed or code:
         sys.stderr.write(output)
     return 1 if failed or code else 0
@@ -218,36 +191,31 @@ def launch(line: Sequence[str], limit: float) -> tuple[int, str]:
         return process.returncode, output.read().decode(errors="replace")
 
 
-def read_reports(folder: Path) -> list[RankReport]:
+def read_reports(folder: Path) -> list[Report]:
     """Read the reports of the processes, by rank."""
-    reports: list[RankReport] = []
-    for path in folder.glob("rank*.json"):
-        fields: dict[str, Any] = read_json(path)
-        outcomes = tuple(Outcome(**outcome) for outcome in fields.pop("outcomes"))
-        reports.append(RankReport(**fields, outcomes=outcomes))
-    return sorted(reports, key=lambda report: report.rank)
+    return sorted(map(read_json, folder.glob("rank*.json")), key=lambda report: report["rank"])
 
 
 def _report(
-    outcomes: Sequence[Outcome], reports: list[RankReport], lines: list[str], seconds: float, *, quiet: bool
+    checks: Mapping[str, Mapping[str, Any]], first: Report, lines: list[str], seconds: float, *, quiet: bool
 ) -> list[Table | str]:
-    facts, size, items = reports[0].facts, reports[0].world_size, list[Table | str]()
+    facts, items = first["facts"], list[Table | str]()
     if not quiet:
         items.append(
-            f"{size} process(es), {facts['strategy']}, on {facts['device type']}, mixed precision "
-            f"{facts['mixed precision']}"
+            f"{first['world_size']} process(es), {facts['strategy']}, on {facts['device type']}, mixed "
+            f"precision {facts['mixed precision']}"
         )
     rows = tuple(
-        (outcome.name, outcome.state, f"{outcome.seconds:.1f} s", outcome.detail) for outcome in outcomes
+        (name, check["result"], f"{check['seconds']:.1f} s", check["what"]) for name, check in checks.items()
     )
     if rows:
         items.append(Table(head=("check", "result", "time", "what"), rows=rows))
-    if not quiet and reports[0].speeds:
-        speeds = tuple((name, f"{speed / 1e9:.2f} GB/s") for name, speed in reports[0].speeds.items())
+    if not quiet and first["speeds"]:
+        speeds = tuple((name, f"{speed / 1e9:.2f} GB/s") for name, speed in first["speeds"].items())
         items += ["", Table(head=("moved", "speed"), rows=speeds)]
     items += [f"advice: {line}" for line in lines]
     if not quiet:
-        failed = sum(outcome.state == FAILED for outcome in outcomes)
+        failed = sum(check["result"] == FAILED for check in checks.values())
         summary = f"{failed} check(s) failed." if failed else "This machine trains correctly."
         items.append(f"{summary} ({seconds:.0f} s)")
     return items

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from accel_cli.launch.hosts import VISIBLE_DEVICES, HostDevices
 from accel_cli.launch.plan import LaunchPlan, uses_cpu
@@ -102,10 +102,6 @@ def _check_nodes(plan: LaunchPlan) -> Iterator[str]:
 
 def _check_cluster(plan: LaunchPlan) -> Iterator[str]:
     number, nodes = plan.source_of("launch.num_processes"), plan.num_machines
-    for path, value in plan.merged.sourced.items():
-        readers = _CLUSTER_READERS.get(path.partition("cluster.")[2], ())
-        if readers and plan.settings.launch.launcher not in readers:
-            yield f"{value.origin} only applies to cluster jobs: add --launcher {' or '.join(readers)}."
     if not plan.remote:
         return
     processes, gpus = plan.num_processes, plan.settings.cluster.gpus_per_node
@@ -116,20 +112,6 @@ def _check_cluster(plan: LaunchPlan) -> Iterator[str]:
             f"{number.origin} requests {processes // nodes} processes on each node, but "
             f"{plan.origin('cluster.gpus_per_node')} requests {gpus} GPUs: each process needs its own GPU."
         )
-
-
-_CLUSTER_READERS: Mapping[str, tuple[str, ...]] = {
-    "gpus_per_node": ("slurm", "ray", "kubeflow"),
-    "time": ("slurm",),
-    "sbatch_args": ("slurm",),
-    "ray_address": ("ray",),
-    "ray_strategy": ("ray",),
-    "image": ("kubeflow",),
-    "namespace": ("kubeflow",),
-    "queue": ("kubeflow",),
-    "format": ("kubeflow",),
-}
-"""The launchers that use a setting of cluster jobs."""
 
 
 def _check_elasticity(plan: LaunchPlan) -> Iterator[str]:
@@ -145,21 +127,28 @@ def _check_elasticity(plan: LaunchPlan) -> Iterator[str]:
         )
 
 
-def _check_unused_engines(plan: LaunchPlan) -> Iterator[str]:
-    for section, title in TITLES.items():
-        if value_at(plan.settings, section):
-            continue
+def _check_unused(plan: LaunchPlan) -> Iterator[str]:
+    """Find arguments about an engine, a precision or a kind of job that is not used."""
+    settings, switches = plan.settings, {"megatron": "megatron_lm", "parallelism": "parallelism_config"}
+    rows = [
+        (section, title, bool(value_at(settings, section)), f"--use_{switches.get(section, section)}")
+        for section, title in TITLES.items()
+    ]
+    rows += [
+        ("fp8", "FP8", settings.precision.mixed_precision == "fp8", "--mixed_precision fp8"),
+        ("cluster", "jobs of a cluster", plan.remote, "--launcher slurm, ray or kubeflow"),
+    ]
+    for section, title, is_used, flag in rows:
         names = [
             value.origin
             for path, value in plan.merged.sourced.items()
             if path.startswith(f"{section}.") and value.layer is Layer.ARGUMENT
         ]
-        if names:
+        if names and not is_used:
             is_one = "is" if len(names) == 1 else "are"
             rival = plan.source_of(section)
             why = f" ({rival.origin} is overruled)" if rival.value is False else ""
-            switch = {"megatron": "megatron_lm", "parallelism": "parallelism_config"}.get(section, section)
-            yield f"{', '.join(names)} {is_one} about {title}, which is not used{why}: add --use_{switch}."
+            yield f"{', '.join(names)} {is_one} about {title}, not used here{why}: add {flag}."
 
 
 def _check_engines(plan: LaunchPlan) -> Iterator[str]:
@@ -171,22 +160,6 @@ def _check_engines(plan: LaunchPlan) -> Iterator[str]:
                 f"{plan.origin(section)} requests {TITLES[section]}, which is not installed: "
                 f"`pip install 'accel-plugins[{section}]'`."
             )
-
-
-def _check_megatron(plan: LaunchPlan) -> Iterator[str]:
-    section = plan.settings.megatron
-    if section is None:
-        return
-    number, processes = plan.source_of("launch.num_processes"), plan.num_processes
-    names = [name for name in _MEGATRON_SIZES if (getattr(section, name) or 1) > 1]
-    product = math.prod(getattr(section, name) for name in names)
-    if number.value is not None and processes % product:
-        value = ", ".join(f"{name} {getattr(section, name)}" for name in names)
-        about = f"the {processes} of {number.origin} cannot be divided"
-        yield f"{value} make groups of {product} processes, into which {about}."
-
-
-_MEGATRON_SIZES = ("tp_degree", "pp_degree", "context_parallel_size")
 
 
 def _check_fp8(plan: LaunchPlan) -> Iterator[str]:
@@ -243,65 +216,20 @@ _IN_DEEPSPEED_FILES = (
 """The settings that a DeepSpeed configuration file overrides."""
 
 
-def _check_fp8_options(plan: LaunchPlan) -> Iterator[str]:
-    asked = {
-        path.removeprefix("fp8."): value.origin
-        for path, value in plan.merged.sourced.items()
-        if path.startswith("fp8.") and value.layer is Layer.ARGUMENT
-    }
-    backend = plan.settings.fp8 and plan.settings.fp8.backend
-    unread = [
-        origin for name, origin in asked.items() if _FP8_BACKENDS.get(name, "TE") not in (backend, None)
-    ]
-    if asked and plan.settings.precision.mixed_precision != "fp8":
-        precision = plan.source_of("precision.mixed_precision")
-        yield (
-            f"{', '.join(asked.values())} {'is' if len(asked) == 1 else 'are'} about FP8, but the precision "
-            f"is {plan.settings.precision.mixed_precision!r} ({precision.origin}): remove the FP8 settings."
-        )
-    elif backend is not None and unread:
-        origin = plan.origin("fp8.backend")
-        yield f"{', '.join(unread)} would have no effect, since {origin} is {backend!r}: remove it."
-
-
-_FP8_BACKENDS = {
-    "backend": None,
-    "enable_fsdp_float8_all_gather": "AO",
-    "pad_inner_dim": "AO",
-    "opt_level": "MSAMP",
-}
-"""The backend that uses an FP8 setting, None for all; TransformerEngine uses the remaining ones."""
-
-
 def _check_parallel_sizes(plan: LaunchPlan) -> Iterator[str]:
-    sizes, launch = plan.settings.parallelism, plan.settings.launch
+    sizes, number = plan.settings.parallelism, plan.source_of("launch.num_processes")
     if sizes is None:
         return
-    by_axis = {axis: getattr(sizes, f"{axis}_size") for axis in ("cp", "sp", "ep", "pp")}
-    conflict = find_axes_conflict(by_axis)
-    if conflict is not None:
-        *axes, reason = conflict
-        both = [f"{plan.origin(f'parallelism.{axis}_size')} is {by_axis[axis]}" for axis in axes]
-        yield f"{', and '.join(both)}: {reason}; set one of the two to 1."
-    if launch.num_processes is None:
-        return
-    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
-    product = math.prod(getattr(sizes, name) or 1 for name in names)
-    if launch.num_processes % product:
-        value = ", ".join(
-            f"{name} {getattr(sizes, name)}" for name in names if getattr(sizes, name) is not None
-        )
-        yield (
-            f"{value} make groups of {product} processes, into which the {launch.num_processes} of "
-            f"{plan.origin('launch.num_processes')} cannot be divided."
-        )
-    outer = (sizes.dp_replicate_size or 1) * (sizes.pp_size or 1)
-    experts, inside = sizes.ep_size or 1, product // outer
-    if inside % experts:
-        yield (
-            f"{plan.origin('parallelism.ep_size')} is {experts}, and a replica of the model (with pp_size, "
-            f"a stage of it) has {inside} processes, which experts cannot be shared by: choose a divisor."
-        )
+    axes = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp", "ep")
+    by_axis = {axis: getattr(sizes, f"{axis}_size") or 1 for axis in axes}
+    if conflict := find_axes_conflict(by_axis):
+        *both, reason = conflict
+        named = [f"{plan.origin(f'parallelism.{axis}_size')} is {by_axis[axis]}" for axis in both]
+        yield f"{', and '.join(named)}: {reason}; set one of the two to 1."
+    used = {axis: size for axis, size in by_axis.items() if size > 1 and axis != "ep"}
+    if number.value is not None and plan.num_processes % math.prod(used.values()):
+        product = " x ".join(f"{axis}_size {size}" for axis, size in used.items())
+        yield f"the {plan.num_processes} of {number.origin} cannot be divided by {product}."
 
 
 def _check_host_filters(plan: LaunchPlan) -> Iterator[str]:
@@ -348,13 +276,11 @@ CHECKS: tuple[Callable[[LaunchPlan], Iterator[str]], ...] = (
     _check_nodes,
     _check_cluster,
     _check_elasticity,
-    _check_unused_engines,
+    _check_unused,
     _check_engines,
-    _check_megatron,
     _check_fp8,
     _check_alias,
     _check_deepspeed_file,
-    _check_fp8_options,
     _check_parallel_sizes,
     _check_host_filters,
     _check_sagemaker,

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -443,6 +444,10 @@ def remote_command(plan: LaunchPlan) -> str:
     return "; ".join([*(plan.machine.commands or tpu.commands), shlex.join(line)])
 
 
+def _is_selected(name: str, plan: LaunchPlan) -> bool:
+    return plan.launch.launcher == name
+
+
 def _needs_torchrun(plan: LaunchPlan) -> bool:
     launch, defaults = plan.launch, LaunchSettings()
     is_requested = any(getattr(launch, name) != getattr(defaults, name) for name in _NEEDS_TORCHRUN)
@@ -586,23 +591,13 @@ BUILT_IN: Mapping[str, Launcher] = {
             module="accel_cli.launch.xla_workers",
             environ=_xla_formats_of,
         ),
-        _by_module(
-            "slurm",
-            "a Slurm job runs this command on each of its nodes",
-            lambda plan: plan.launch.launcher == "slurm",
-            remote=True,
-        ),
-        _by_module(
-            "ray",
-            "an actor of Ray runs this command on each node, in a placement group",
-            lambda plan: plan.launch.launcher == "ray",
-            remote=True,
-        ),
-        _by_module(
-            "kubeflow",
-            "pods of a Kubernetes job run this command",
-            lambda plan: plan.launch.launcher == "kubeflow",
-            remote=True,
+        *(
+            _by_module(name, explain, partial(_is_selected, name), remote=True)
+            for name, explain in (
+                ("slurm", "a Slurm job runs this command on each of its nodes"),
+                ("ray", "an actor of Ray runs this command on each node, in a placement group"),
+                ("kubeflow", "pods of a Kubernetes job run this command"),
+            )
         ),
         _by_module(
             "replicas",
