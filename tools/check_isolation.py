@@ -27,7 +27,7 @@ from house_rules import NAME, ROOT, projects
 
 UV = os.environ.get("UV") or shutil.which("uv") or "uv"
 AT_ONCE = 2
-TEST_TOOLS = ("pytest", "hypothesis", "safetensors")
+TEST_TOOLS = ("pytest", "hypothesis", "psutil", "safetensors")
 # Imports every module but `__main__`s, which run when imported. One whose own first lines import a library of
 # an extra is not imported: nothing imports it where that is not installed.
 IMPORT_ALL = """\
