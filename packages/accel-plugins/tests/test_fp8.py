@@ -106,10 +106,10 @@ def test_the_default_configuration_of_torchao_is_in_the_field_and_emulated_on_a_
         pad_inner_dim=False, enable_fsdp_float8_all_gather=True
     )
     for handler in (default, copy.deepcopy(default)):
-        config = ao.TorchAo(handler=handler, device=torch.device("cpu"), sharded=False).config
+        config = ao.config_of(handler, torch.device("cpu"), sharded=False)
         assert (config.emulate, config.pad_inner_dim) == (True, False)
     given = AORecipeKwargs(config=float8.Float8LinearConfig())
-    assert ao.TorchAo(handler=given, device=torch.device("cpu"), sharded=False).config is given.config
+    assert ao.config_of(given, torch.device("cpu"), sharded=False) is given.config
 
 
 @pytest.mark.parametrize("config", [None, "rowwise"])
@@ -117,7 +117,7 @@ def test_weights_are_converted_again_in_the_backward_pass_where_torchao_heeds_it
     pytest.importorskip("torchao.float8")
     for asked in (True, None):
         handler = AORecipeKwargs(config=config, force_recompute_fp8_weight_in_bwd=asked)
-        configured = ao.TorchAo(handler=handler, device=torch.device("cpu"), sharded=False).config
+        configured = ao.config_of(handler, torch.device("cpu"), sharded=False)
         assert configured.force_recompute_fp8_weight_in_bwd is bool(asked)
 
 

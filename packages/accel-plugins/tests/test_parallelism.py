@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_plugins.ddp import DdpStrategy
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.parallelism.attention import check_recurrent_layers, partial_layers
+from accel_plugins.parallelism.attention import partial_layers
 from accel_plugins.parallelism.config import (
     AXES,
     DeepSpeedSequenceParallelConfig,
@@ -146,15 +146,6 @@ def test_a_mesh_of_one_axis_has_the_flattened_axes_too(monkeypatch: pytest.Monke
     finally:
         dist.destroy_process_group()
     assert flattened == {name: [0, 1, 2] for name in ("dp", "dp_shard_cp", "dp_cp")}
-
-
-def test_recurrent_layers_are_refused_by_the_configuration_alone():
-    config = SimpleNamespace(layer_types=["full_attention", "linear_attention"])
-    with pytest.raises(ValueError, match=r"layers of type \['linear_attention'\] \(model SimpleNamespace\)"):
-        check_recurrent_layers(SimpleNamespace(config=config))  # pyright: ignore[reportArgumentType]
-    config.layer_types = ["full_attention", "sliding_attention"]
-    check_recurrent_layers(SimpleNamespace(config=config))  # pyright: ignore[reportArgumentType]
-    check_recurrent_layers(nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("at_load", [{"tp_size": 2}, SimpleNamespace(tp_size=2)])

@@ -297,21 +297,17 @@ def tile_mlps(model: nn.Module, tile_size: int) -> None:
                 f"mlp_tile_size={tile_size!r}: {path!r} of {name} takes more than hidden states. Remove "
                 "this option."
             )
-        _tile_forward(mlp, tile_size)
+        _replace(mlp, lambda forward: _tiled_forward(forward, tile_size))
 
 
 _MLP = re.compile(r"(?:^|\.)\d+\.(?:mlp|feed_forward|ffn)$")
 
 
-def _tile_forward(mlp: nn.Module, tile_size: int) -> None:
-    forward = unbound_forward(mlp)
-
-    @wraps(forward)
+def _tiled_forward(forward: Callable[..., Any], tile_size: int) -> Callable[..., Any]:
     def tiled(self: nn.Module, hidden: Tensor) -> Tensor:
         return tiled_mlp(MethodType(forward, self), hidden, tile_size=tile_size)
 
-    tiled.__name__ = "forward"  # a method is pickled by its name
-    vars(mlp)["forward"] = MethodType(tiled, mlp)
+    return tiled
 
 
 def chunk_loss(model: nn.Module, chunk_size: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,7 +21,6 @@ from accel_plugins.fp8.recipe import (
     tied_layers,
 )
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.frozen import frozen
 from accel_state.libraries import require
 from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
@@ -168,59 +167,45 @@ class BlockScaledLinear(nn.Linear):
         return output.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else output
 
 
-@frozen
-class TorchAo:
-    """Convert models with torchao, and compute the scales of their weights."""
+def _convert_models(
+    handler: AORecipeKwargs, config: Any, device: torch.device, models: Sequence[nn.Module]
+) -> Mapping[Tensor, Tensor]:
+    """Convert models in place; return a map from replaced parameters to their replacements."""
 
-    handler: AORecipeKwargs
-    device: torch.device
-    sharded: bool
-    config: Any = field(init=False)
+    def autocast_inputs(layer: nn.Linear, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        kind = layer.weight.device.type  # torchao supports only CUDA's autocast
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return tuple(tensor.to(dtype) for tensor in inputs)
 
-    def __post_init__(self) -> None:
-        config = _config(self.handler, self.device)
-        if getattr(config, "enable_fsdp_float8_all_gather", False) and not self.sharded:
-            config = replace(config, enable_fsdp_float8_all_gather=False)
-        object.__setattr__(self, "config", config)
-
-    def convert(self, models: Sequence[nn.Module]) -> Mapping[Tensor, Tensor]:
-        def autocast_inputs(layer: nn.Linear, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            kind = layer.weight.device.type  # torchao supports only CUDA's autocast
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            return tuple(tensor.to(dtype) for tensor in inputs)
-
-        replaced: dict[Tensor, Tensor] = {}
-        for model in map(without_compiler, models):
-            before = dict(model.named_parameters())
-            names = self._convert(model)
-            if self.device.type != "cuda":
-                for layer in map(model.get_submodule, names):
-                    if not isinstance(layer, BlockScaledLinear):
-                        layer.register_forward_pre_hook(autocast_inputs)
-            if not names:
-                logger.warning(
-                    "mixed_precision='fp8' converts no layer of %s: by default, linear layers are converted "
-                    "whose sizes are divisible by 16 (MXFP8: 32), except the first and the last one; "
-                    "AORecipeKwargs(module_filter_func=…) chooses others.",
-                    type(model).__name__,
-                )
-            now = dict(model.named_parameters())
-            replaced |= {old: now[name] for name, old in before.items() if now[name] is not old}
-        return replaced
-
-    def _convert(self, model: nn.Module) -> set[str]:
-        """Convert layers in place, with the documented function if a program replaces it."""
-        chosen = self.handler.module_filter_func
+    replaced: dict[Tensor, Tensor] = {}
+    for model in map(without_compiler, models):
+        before = dict(model.named_parameters())
+        chosen = handler.module_filter_func
         if convert_model_to_fp8_ao is _convert_model_to_fp8_ao:
-            return _convert(model, self.config, chosen, pad=bool(self.handler.pad_inner_dim))
-        known = _converted_layers(model)
-        convert_model_to_fp8_ao(model, config=self.config, module_filter_func=chosen)
-        return _converted_layers(model) - known
+            names = _convert(model, config, chosen, pad=bool(handler.pad_inner_dim))
+        else:  # a program has replaced the documented function
+            known = _converted_layers(model)
+            convert_model_to_fp8_ao(model, config=config, module_filter_func=chosen)
+            names = _converted_layers(model) - known
+        for layer in map(model.get_submodule, names if device.type != "cuda" else ()):
+            if not isinstance(layer, BlockScaledLinear):
+                layer.register_forward_pre_hook(autocast_inputs)
+        if not names:
+            logger.warning(
+                "mixed_precision='fp8' converts no layer of %s: by default, linear layers are converted "
+                "whose sizes are divisible by 16 (MXFP8: 32), except the first and the last one; "
+                "AORecipeKwargs(module_filter_func=…) chooses others.",
+                type(model).__name__,
+            )
+        now = dict(model.named_parameters())
+        replaced |= {old: now[name] for name, old in before.items() if now[name] is not old}
+    return replaced
 
-    def compute_scales(self, models: Sequence[nn.Module]) -> None:
-        """Compute the scales of all weights with one all-reduce instead of one per all-gather."""
-        for model in models:
-            _float8().precompute_float8_dynamic_scale_for_fsdp(model)
+
+def _compute_scales(models: Sequence[nn.Module]) -> None:
+    """Compute the scales of all weights with one all-reduce instead of one per all-gather."""
+    for model in models:
+        _float8().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_types: bool) -> Recipe:
@@ -230,14 +215,21 @@ def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_typ
             "AORecipeKwargs(config='mxfp8') trains in one process, with DDP and FSDP2, but not with "
             "FSDP1, tensor parallelism or DeepSpeed. Use 'rowwise'."
         )
-    library = TorchAo(handler=handler, device=runtime.device, sharded=sharded)
-    gathers = getattr(library.config, "enable_fsdp_float8_all_gather", False)
-    scales = library.compute_scales if gathers else None
-    return Recipe(backend="AO", convert=library.convert, compute_scales=scales)
+    config = config_of(handler, runtime.device, sharded=sharded)
+    scales = _compute_scales if getattr(config, "enable_fsdp_float8_all_gather", False) else None
+    convert = functools.partial(_convert_models, handler, config, runtime.device)
+    return Recipe(backend="AO", convert=convert, compute_scales=scales)
+
+
+def config_of(handler: AORecipeKwargs, device: torch.device, *, sharded: bool) -> Any:
+    """Return the configuration of torchao for a handler on a device; only FSDP2 all-gathers in 8 bits."""
+    config = _config(handler, device)
+    if getattr(config, "enable_fsdp_float8_all_gather", False) and not sharded:
+        return replace(config, enable_fsdp_float8_all_gather=False)
+    return config
 
 
 def _config(handler: AORecipeKwargs, device: torch.device) -> Any:
-    """Return the configuration of torchao for a handler on a device."""
     named = "tensorwise" if handler.is_default else handler.config
     if named == "mxfp8":
         try:

@@ -89,24 +89,9 @@ def check_layers(model: nn.Module, setting: str, *, limited: frozenset[str] = fr
             )
 
 
-def check_recurrent_layers(model: nn.Module) -> None:
-    """Check that no layer carries a state along the sequence, using only the model's configuration."""
-    text = _text_of(getattr(model, "config", None))
-    kinds = [kind for kind in getattr(text, "layer_types", None) or () if kind not in {*_UNLIMITED, *_SPANS}]
-    if kinds:
-        raise SettingsError(
-            f"Sequence parallelism does not support layers of type {sorted(set(kinds))} (model "
-            f"{type(model).__name__}): they carry a state along the sequence, of which each rank has a shard."
-        )
-
-
 def text_config(model: nn.Module) -> Any:
     """Return the configuration of a model of transformers that is about text; `None` for other models."""
-    configs = (module.config for module in model.modules() if hasattr(module, "config"))
-    return _text_of(next(configs, None))
-
-
-def _text_of(config: Any) -> Any:
+    config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
