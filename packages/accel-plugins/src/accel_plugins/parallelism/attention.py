@@ -91,8 +91,9 @@ def check_layers(model: nn.Module, setting: str, *, limited: frozenset[str] = fr
 
 def text_config(model: nn.Module) -> Any:
     """Return the configuration of a model of transformers that is about text; `None` for other models."""
-    config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    configs = (module.config for module in model.modules() if hasattr(module, "config"))
+    config: Any = next(configs, None)
+    return getattr(config, "get_text_config", lambda: config)()
 
 
 def has_padding_before_tokens(mask: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class ContextParallel:
             SettingsError: The lists differ in length, a length is not a multiple of the context-parallel
                 size, or a tensor requires grad.
         """
-        self._check(buffers, buffer_seq_dims, no_restore_buffers)
+        self._check(buffers, buffer_seq_dims)
         ring = ring_attention_module()
         ring.set_rotate_method(self.rotation)
         # Ring attention has no dispatch rules for the CPU, nor for non-causal attention.
@@ -134,7 +134,7 @@ class ContextParallel:
         )
         attach_mask_hooks(model)
 
-    def _check(self, buffers: list[Tensor], dims: list[int], not_restored: set[Tensor]) -> None:
+    def _check(self, buffers: list[Tensor], dims: list[int]) -> None:
         ranks = self.mesh.size()
         if not buffers or len(buffers) != len(dims):
             raise SettingsError(
@@ -158,10 +158,6 @@ class ContextParallel:
                     f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)}, whose dim "
                     f"{dim} is not a multiple of cp_size={ranks}. Pad the sequences."
                 )
-        if any(all(tensor is not buffer for buffer in buffers) for tensor in not_restored):
-            raise SettingsError(
-                "maybe_context_parallel() got no_restore_buffers that are not in buffers. Pass them in both."
-            )
 
 
 def _current_block() -> _Block | None:
