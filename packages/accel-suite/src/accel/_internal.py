@@ -7,14 +7,14 @@ NAMES = {
     },
     "accel.hooks": {"_accelerate_added_attributes": "accel_bigmodel.dispatch"},
     "accel.test_utils": {
-        "execute_subprocess_async": "accel_train.testing.processes",
-        "get_torch_dist_unique_port": "accel_train.testing.processes",
+        "execute_subprocess_async": "accel_train.testing",
+        "get_torch_dist_unique_port": "accel_train.testing",
     },
     "accel.test_utils.testing": {
-        "execute_subprocess_async": "accel_train.testing.processes",
-        "get_backend": "accel_train.testing.requirements",
-        "get_torch_dist_unique_port": "accel_train.testing.processes",
-        "run_command": "accel_train.testing.processes",
+        "execute_subprocess_async": "accel_train.testing",
+        "get_backend": "accel_train.testing",
+        "get_torch_dist_unique_port": "accel_train.testing",
+        "run_command": "accel_train.testing",
     },
     "accel.utils.megatron_lm": {"MegatronEngine": "accel_plugins.megatron.engine"},
     "accel.utils.modeling": {

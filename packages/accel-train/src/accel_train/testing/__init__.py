@@ -1,1 +1,0 @@
-"""Helpers for tests of training programs: requirements, subprocesses, a small regression problem."""
