@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from accel_state.errors import UnsupportedError
 from accel_train.accelerator import Accelerator
-from accel_train.accelerator.prepare import STAGES, kind_of, sort_argument, sort_arguments
+from accel_train.accelerator.prepare import STAGES, kind_of, sort_arguments
 
 
 def make(kind):
@@ -77,15 +76,22 @@ def test_wrappers_of_another_accelerator_are_taken_off():
     assert bundle.schedulers == (scheduler.scheduler,)
 
 
-@pytest.mark.parametrize("kind", ["models", "optimizers", "dataloaders"])
-def test_one_object_of_another_kind_is_refused(kind):
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        ("prepare_model", "models"),
+        ("prepare_optimizer", "optimizers"),
+        ("prepare_data_loader", "dataloaders"),
+    ],
+)
+def test_one_object_of_another_kind_is_refused(method, kind):
     with pytest.raises(TypeError, match=f"'a text' cannot be prepared as one of the {kind}"):
-        sort_argument(kind, "a text", move=True)
+        getattr(Accelerator(cpu=True), method)("a text")
 
 
 def test_any_object_may_be_a_scheduler():
-    bundle, _ = sort_argument("schedulers", "a schedule", move=True)
-    assert bundle.in_order() == ["a schedule"]
+    schedule = SimpleNamespace(step=lambda: None)
+    assert Accelerator(cpu=True).prepare_scheduler(schedule).scheduler is schedule
 
 
 def test_the_order_of_stages_is_the_documented_one():
@@ -110,24 +116,3 @@ def test_what_is_prepared_is_marked_for_libraries_that_ask():
     loader = torch.utils.data.DataLoader([1, 2])
     for prepared in Accelerator(cpu=True).prepare(model, optimizer, scheduler, loader):
         assert prepared._is_accelerate_prepared is True
-
-
-def test_the_private_methods_of_accelerate_can_be_called():
-    accelerator: Any = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    cpu = torch.device("cpu")
-    assert accelerator._get_devices(model, optimizer, "other") == (cpu, cpu)
-    assert accelerator._get_devices() == (None, None)
-    assert accelerator._get_named_parameters(model) == {"weight": model.weight, "bias": model.bias}
-    assert accelerator._get_named_parameters(model, drop_refs=True)["weight"] == model.weight.data_ptr()
-    accelerator._do_sync()
-    assert not accelerator.sync_gradients
-    assert accelerator._prepare_one(optimizer) is optimizer
-    assert type(accelerator._prepare_one(optimizer, first_pass=True)).__name__ == "AcceleratedOptimizer"
-    assert accelerator._prepare_tp(model) == (model,)
-    assert accelerator._prepare_device_mesh() is None
-    model.weight.grad = torch.full((2, 2), 3.0)
-    assert accelerator._clip_grad_norm_dtensor_aware(model.parameters(), 1.0) == 6.0
-    with pytest.raises(UnsupportedError, match="MS-AMP"):
-        accelerator._prepare_msamp(model, device_placement=None)

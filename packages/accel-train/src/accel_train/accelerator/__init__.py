@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, TypeVarTuple, final, overload
 
@@ -18,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 import accel_train
 from accel_ops import collectives, pad, weights
-from accel_ops.modules import extract_model_from_parallel
-from accel_ops.tree import local_part
+from accel_ops.modules import extract_model_from_parallel, without_compiler
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE
 from accel_plugins import sharding
 from accel_plugins.ddp import DistributedDataParallelKwargs
@@ -60,12 +60,9 @@ from accel_train import checkpoint
 from accel_train.accelerator import build
 from accel_train.accelerator.metrics import gather_real
 from accel_train.accelerator.prepare import (
-    OTHERS,
     SEAMS,
-    kind_of,
     prepare_all,
     prepare_single,
-    run_stage,
 )
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.data.adapter import PreparedLoader, override_even_batches
@@ -115,13 +112,25 @@ RecipeKwargs: TypeAlias = "AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs"
 DEFAULT_BUCKET_BYTES = 256 << 20
 
 
-def _attribute_of(part: str, name: str, doc: str) -> Any:
-    """Return a property that reads and writes an attribute of a part, under its name in Accelerate."""
+def _attribute_of(name: str, doc: str, part: str = "dataloader_config") -> Any:
+    """Return a property that reads and writes an attribute of a part of the accelerator."""
+    find = attrgetter(part)
 
     def write(self: Any, value: Any) -> None:
-        setattr(getattr(self._parts, part), name, value)
+        setattr(find(self), name, value)
 
-    return property(lambda self: getattr(getattr(self._parts, part), name), write, doc=doc)
+    return property(lambda self: getattr(find(self), name), write, doc=doc)
+
+
+def _rank_on(mesh: Any, axis: str) -> int:
+    if mesh is None or axis not in (mesh.mesh_dim_names or ()):
+        return 0
+    return mesh.get_local_rank(axis)
+
+
+def _rank_along(axis: str, doc: str) -> Any:
+    """Return a property for the coordinate of this rank along an axis of the mesh; 0 without the axis."""
+    return property(lambda self: _rank_on(self.torch_device_mesh, axis), doc=doc)
 
 
 def _handler(kind: type[KwargsHandler], doc: str) -> Any:
@@ -574,48 +583,29 @@ class Accelerator(RankMethods):
         """The same as `free_memory`."""
         return self.free_memory(*objects)
 
-    @property
-    def split_batches(self) -> bool:
-        """Whether each batch of a loader is sharded across ranks."""
-        return self.dataloader_config.split_batches
+    split_batches: bool = _attribute_of("split_batches", "Whether each batch of a loader is sharded.")
+    dispatch_batches: bool | None = _attribute_of(
+        "dispatch_batches", "Whether the main process reads all batches; `None`: of iterable datasets only."
+    )
+    even_batches: bool = _attribute_of(
+        "even_batches", "Whether all ranks get equally many samples; a change is for loaders prepared later."
+    )
+    use_seedable_sampler: bool = _attribute_of(
+        "use_seedable_sampler", "Whether shuffling is drawn from a seed and the epoch alone."
+    )
+    non_blocking: bool = _attribute_of("non_blocking", "Whether batches are copied without waiting.")
+    use_stateful_dataloader: bool = _attribute_of(
+        "use_stateful_dataloader", "Whether loaders become torchdata's `StatefulDataLoader`."
+    )
 
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads all batches; `None` means for iterable datasets only."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether every process gets equally many samples; a change applies to loaders prepared later."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, even_batches: bool) -> None:
-        self.dataloader_config.even_batches = even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether shuffling is drawn from a seed and the epoch alone."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device without waiting."""
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether loaders become torchdata's `StatefulDataLoader`."""
-        return self.dataloader_config.use_stateful_dataloader
-
-    _models: list[nn.Module] = _attribute_of("prepared", "models", "The prepared models.")
+    _models: list[nn.Module] = _attribute_of("models", "The prepared models.", "_parts.prepared")
     _optimizers: list[AcceleratedOptimizer] = _attribute_of(
-        "prepared", "optimizers", "The prepared optimizers."
+        "optimizers", "The prepared optimizers.", "_parts.prepared"
     )
     _schedulers: list[AcceleratedScheduler] = _attribute_of(
-        "prepared", "schedulers", "The prepared schedulers."
+        "schedulers", "The prepared schedulers.", "_parts.prepared"
     )
-    _dataloaders: list[Any] = _attribute_of("prepared", "dataloaders", "The prepared loaders.")
+    _dataloaders: list[Any] = _attribute_of("dataloaders", "The prepared loaders.", "_parts.prepared")
 
     # A training step.
 
@@ -1477,12 +1467,12 @@ class Accelerator(RankMethods):
         """
         return skip_first_batches(dataloader, num_batches)
 
-    _custom_objects: list[Any] = _attribute_of("checkpoints", "custom", "The registered objects.")
+    _custom_objects: list[Any] = _attribute_of("custom", "The registered objects.", "_parts.checkpoints")
     _save_model_state_pre_hook: OrderedDict[int, Callable[..., None]] = _attribute_of(
-        "checkpoints", "save_hooks", "The hooks before saving."
+        "save_hooks", "The hooks before saving.", "_parts.checkpoints"
     )
     _load_model_state_pre_hook: OrderedDict[int, Callable[..., None]] = _attribute_of(
-        "checkpoints", "load_hooks", "The hooks before loading."
+        "load_hooks", "The hooks before loading.", "_parts.checkpoints"
     )
 
     # Trackers: call methods on any process; only the main process logs.
@@ -1656,15 +1646,10 @@ class Accelerator(RankMethods):
         """Whether parameters are `DTensor`s, which allows combining several kinds of parallelism."""
         return self._parts.strategy.mesh is not None
 
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """The tensor-parallel rank; 0 without tensor parallelism."""
-        return self._rank_along("tp")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """The context-parallel rank; 0 without context parallelism."""
-        return self._rank_along("cp")
+    tensor_parallel_rank: int = _rank_along("tp", "The tensor-parallel rank; 0 without tensor parallelism.")
+    context_parallel_rank: int = _rank_along("cp", "The context-parallel rank; 0 without one.")
+    data_parallel_shard_rank: int = _rank_along("dp_shard", "The rank among the shards of a replica.")
+    pipeline_parallel_rank: int = _rank_along("pp", "The pipeline-parallel rank; 0 without pipelines.")
 
     @property
     def data_parallel_rank(self) -> int:
@@ -1672,17 +1657,7 @@ class Accelerator(RankMethods):
         parts = self._parts
         if parts.strategy.mesh is None:
             return parts.strategy.sharding.shard_index
-        return self._rank_along("dp_replicate")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """The data-parallel rank among the shards of a replica."""
-        return self._rank_along("dp_shard")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """The pipeline-parallel rank; 0 without pipelines."""
-        return self._rank_along("pp")
+        return _rank_on(parts.strategy.mesh, "dp_replicate")
 
     @property
     def should_save_model(self) -> bool:
@@ -1690,7 +1665,7 @@ class Accelerator(RankMethods):
         parts = self._parts
         if parts.strategy.mesh is None:
             return self.is_main_process
-        return self._rank_along("dp_replicate") == 0
+        return _rank_on(parts.strategy.mesh, "dp_replicate") == 0
 
     def maybe_context_parallel(
         self,
@@ -1758,16 +1733,10 @@ class Accelerator(RankMethods):
             return dl
         return parts.strategy.adapt_loader(dl)
 
-    def _rank_along(self, axis: str) -> int:
-        mesh = self._parts.strategy.mesh
-        if mesh is None or axis not in (mesh.mesh_dim_names or ()):
-            return 0
-        return mesh.get_local_rank(axis)
-
     # The project, profiling, and the object's `repr`.
 
     project_configuration: ProjectConfiguration = _attribute_of(
-        "checkpoints", "project", "Directories, and how checkpoints are named and kept."
+        "project", "Directories, and how checkpoints are named and kept.", "_parts.checkpoints"
     )
 
     @property
@@ -1822,71 +1791,17 @@ class Accelerator(RankMethods):
             "gradient_accumulation_steps": self._parts.synchronizer.state.num_steps,
         }
 
-    # Private methods of Accelerate's class that programs call, wrap or replace; `SEAMS` has the stages.
-
-    def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
-        """Prepare one object: a scheduler in the second pass, anything else in the first."""
-        kind = kind_of(obj)
-        if kind == OTHERS or (kind == "schedulers") == first_pass:
-            return obj
-        return prepare_single(self, kind, obj, device_placement)
-
-    def _prepare_ao(self, *args: Any) -> tuple[Any, ...]:
-        """Convert models to the layers of the FP8 recipe."""
-        return run_stage(self, "recipe", args)
-
-    _prepare_te = _prepare_ao
-
-    def _prepare_msamp(self, *args: Any, device_placement: Any) -> tuple[Any, ...]:
-        """Refuse: MS-AMP is no recipe of this version."""
-        del args, device_placement
-        raise UnsupportedError(
-            "MS-AMP is not supported. mixed_precision='fp8' uses torchao or TransformerEngine."
-        )
+    # Private methods of Accelerate's class that programs wrap or replace; `SEAMS` has their stages.
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Set up models for context parallelism."""
-        return run_stage(self, "sequences", args)
-
-    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
-        """Return the arguments: layers are sharded where models are wrapped."""
+        for model in (arg for arg in args if isinstance(arg, nn.Module)):
+            self._parts.strategy.prepare_sequences(without_compiler(model))
         return args
 
     def _prepare_fsdp2(self, *args: Any) -> list[Any]:
-        """Prepare all arguments: models are sharded, or run in the engine, of the run."""
+        """Prepare all arguments: models are sharded."""
         return prepare_all(self, args, leave_out=self._replaced_stages().keys() - {"wrap"})
-
-    _prepare_deepspeed = _prepare_megatron_lm = _prepare_fsdp2
-
-    def _prepare_device_mesh(self) -> DeviceMesh | None:
-        """Return the device mesh of the run."""
-        return self._parts.strategy.mesh
-
-    def _get_devices(self, *args: Any) -> tuple[torch.device | None, torch.device | None]:
-        """Return the devices of the first model and of the first optimizer parameter."""
-        models = (next(arg.parameters(), None) for arg in args if hasattr(arg, "parameters"))
-        optimizers = (arg.param_groups[0]["params"][0] for arg in args if hasattr(arg, "param_groups"))
-        model, optimizer = next(models, None), next(optimizers, None)
-        return None if model is None else model.device, None if optimizer is None else optimizer.device
-
-    def _get_named_parameters(
-        self, *args: Any, drop_refs: bool = False
-    ) -> dict[str, Tensor] | dict[str, int]:
-        """Return the parameters of all models by name; with `drop_refs` their addresses."""
-        parameters: dict[str, Tensor] = {}
-        for model in (arg for arg in args if hasattr(arg, "named_parameters")):
-            parameters |= extract_model_from_parallel(model).named_parameters()
-        if drop_refs:
-            return {name: local_part(tensor).data_ptr() for name, tensor in parameters.items()}
-        return parameters
-
-    def _do_sync(self) -> None:
-        """Count one micro-batch, and set `sync_gradients`."""
-        self._parts.synchronizer.advance()
-
-    def _clip_grad_norm_dtensor_aware(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip gradients, which may include DTensors, without unscaling them."""
-        return self._parts.strategy.clip_grad_norm(parameters, max_norm, norm_type)
 
     def _replaced_stages(self) -> dict[str, str]:
         """Return the stages of `prepare` whose method a program has replaced, as `{stage: method}`."""

@@ -51,38 +51,33 @@ def prepare_all(
     args: Sequence[Any],
     device_placement: Placement = None,
     *,
-    leave_out: Container[str] = (),
+    kind: str | None = None,
+    **options: Any,
 ) -> list[Any]:
-    """Run the stages of `prepare`, without some, on all of its arguments."""
-    bundle, placements = _sort(accelerator, args, device_placement)
-    request = PrepareRequest(accelerator=accelerator, placements=placements, leave_out=leave_out)
+    """Run the stages of `prepare` on all of its arguments.
+
+    `kind` is the only kind of the arguments, if known; `options` are fields of `PrepareRequest`.
+    """
+    bundle, placements = sort_arguments(
+        args,
+        device_placement=device_placement,
+        default=accelerator.device_placement,
+        prepared=accelerator._parts.prepared,
+        kind=kind,
+    )
+    request = PrepareRequest(accelerator=accelerator, placements=placements, **options)
     return run_stages(bundle, request).in_order()
 
 
 def prepare_single(
     accelerator: Accelerator, kind: str, argument: Any, placement: bool | None, **options: Any
 ) -> Any:
-    """Run all stages on one object of a known kind; `options` are fields of `PrepareRequest`."""
-    if argument in accelerator._parts.prepared:
-        return argument
-    move = accelerator.device_placement if placement is None else placement
-    bundle, placements = sort_argument(kind, argument, move=move)
-    request = PrepareRequest(accelerator=accelerator, placements=placements, **options)
-    return run_stages(bundle, request).in_order()[0]
-
-
-def run_stage(accelerator: Accelerator, stage: str, args: Sequence[Any]) -> tuple[Any, ...]:
-    """Run one stage of `prepare` on its arguments."""
-    bundle, placements = _sort(accelerator, args)
-    request = PrepareRequest(accelerator=accelerator, placements=placements)
-    return tuple(STAGES[stage](bundle, request).in_order())
-
-
-def _sort(
-    accelerator: Accelerator, args: Sequence[Any], device_placement: Placement = None
-) -> tuple[Bundle, dict[str, list[bool]]]:
-    default, prepared = accelerator.device_placement, accelerator._parts.prepared
-    return sort_arguments(args, device_placement=device_placement, default=default, prepared=prepared)
+    """Run the stages on one object of a known kind."""
+    is_known = kind == "schedulers" or argument in accelerator._parts.prepared
+    if not is_known and kind_of(argument) != kind:
+        names = " or ".join(f"{expected.__module__}.{expected.__qualname__}" for expected in _KINDS[kind])
+        raise TypeError(f"{argument!r} cannot be prepared as one of the {kind}: it is not a {names}.")
+    return prepare_all(accelerator, [argument], [placement], kind=kind, **options)[0]
 
 
 # The first kind whose types match an argument; arguments of no kind are passed through.
@@ -101,8 +96,9 @@ def sort_arguments(
     device_placement: Sequence[bool | None] | None,
     default: bool,
     prepared: Container[object] = (),
+    kind: str | None = None,
 ) -> tuple[Bundle, dict[str, list[bool]]]:
-    """Sort the arguments of `prepare` by kind; pass through objects that are in `prepared`.
+    """Sort the arguments of `prepare` by kind, unless they are of one; pass through those in `prepared`.
 
     Returns:
         The sorted arguments and, by kind, whether each may be moved to the device.
@@ -121,29 +117,20 @@ def sort_arguments(
             f"device_placement={device_placement!r} has {len(device_placement)} entries for the "
             f"{len(arguments)} arguments of prepare(). Pass one for each, or None for the default."
         )
-    _warn_unprepared(arguments)
-    by_kind: dict[str, list[Any]] = {kind: [] for kind in (*_KINDS, OTHERS)}
-    placements: dict[str, list[bool]] = {kind: [] for kind in by_kind}
+    if kind is None:
+        _warn_unprepared(arguments)
+    by_kind: dict[str, list[Any]] = {known: [] for known in (*_KINDS, OTHERS)}
+    placements: dict[str, list[bool]] = {known: [] for known in by_kind}
     order: list[tuple[str, int]] = []
     for argument, placement in zip(arguments, device_placement, strict=True):
         is_prepared = argument in prepared
-        kind = OTHERS if is_prepared else kind_of(argument)
-        order.append((kind, len(by_kind[kind])))
+        found = OTHERS if is_prepared else kind or kind_of(argument)
+        order.append((found, len(by_kind[found])))
         # A wrapper of another Accelerator would step through the strategy of that Accelerator.
-        by_kind[kind].append(argument if is_prepared else without_wrapper(argument))
-        placements[kind].append(default if placement is None else placement)
-    fields = {kind: tuple(values) for kind, values in by_kind.items()}
+        by_kind[found].append(argument if is_prepared else without_wrapper(argument))
+        placements[found].append(default if placement is None else placement)
+    fields = {known: tuple(values) for known, values in by_kind.items()}
     return Bundle(**fields, order=tuple(order), placements=placements["models"]), placements
-
-
-def sort_argument(kind: str, argument: Any, *, move: bool) -> tuple[Bundle, dict[str, list[bool]]]:
-    """Sort a single argument whose kind is known."""
-    if kind != "schedulers" and kind_of(argument) != kind:
-        names = " or ".join(f"{expected.__module__}.{expected.__qualname__}" for expected in _KINDS[kind])
-        raise TypeError(f"{argument!r} cannot be prepared as one of the {kind}: it is not a {names}.")
-    fields: dict[str, Any] = {kind: (without_wrapper(argument),), "order": ((kind, 0),)}
-    placements = {known: [move] if known == kind else [] for known in _KINDS}
-    return Bundle(**fields, placements=placements["models"]), placements
 
 
 def kind_of(argument: object) -> str:
@@ -451,12 +438,8 @@ schedulers come last, in the order in which they depend on each other.
 """
 
 SEAMS: Mapping[str, tuple[str, Callable[[Accelerator], bool]]] = {
-    "_prepare_ao": ("recipe", lambda accelerator: accelerator._parts.fp8_backend == "AO"),
-    "_prepare_te": ("recipe", lambda accelerator: accelerator._parts.fp8_backend == "TE"),
     "_prepare_cp": ("sequences", lambda accelerator: accelerator._parts.strategy.split_sequences is not None),
     "_prepare_fsdp2": ("wrap", lambda accelerator: accelerator.state.is_fsdp2),
-    "_prepare_deepspeed": ("wrap", lambda accelerator: accelerator._parts.strategy.name == "deepspeed"),
-    "_prepare_megatron_lm": ("wrap", lambda accelerator: accelerator._parts.strategy.name == "megatron"),
 }
 """Private methods of Accelerate's `Accelerator` that programs replace, in the order of their calls.
 
