@@ -24,6 +24,14 @@ ATTRIBUTES: dict[str, dict[str, bool]] = json.loads(TABLE.read_text())
 
 _TORCH = "torch's loaders, of which ours are, compute it; an assignment has no effect on the reference's"
 LEFT_OUT = {
+    **{
+        f"Accelerator.{name}": "a private step of Accelerate's methods, which no known library uses"
+        for name in (
+            *("_clip_grad_norm_dtensor_aware", "_do_sync", "_get_devices", "_get_named_parameters"),
+            *("_prepare_ao", "_prepare_deepspeed", "_prepare_device_mesh", "_prepare_megatron_lm"),
+            *("_prepare_msamp", "_prepare_one", "_prepare_te", "_prepare_tp"),
+        )
+    },
     "AlignDevicesHook.tied_params_names": "bookkeeping between the two halves of a forward",
     **{
         f"{loader}.{name}": _TORCH
@@ -31,7 +39,11 @@ LEFT_OUT = {
         for name in ("_auto_collation", "_index_sampler")
     },
     "DataLoaderDispatcher._stop_iteration": "bookkeeping of a pass",
-    "DataLoaderDispatcher.state": "a process has one",
+    "DataLoaderDispatcher.state": "a process has one: PartialState()",
+    **{
+        f"{loader}.base_dataloader": "it is the loader itself, or torchdata's"
+        for loader in ("DataLoaderDispatcher", "DataLoaderShard")
+    },
     **{
         f"DataLoaderDispatcher.submesh_{axis}": "torch_device_mesh says which ranks have the same batches"
         for axis in ("dp", "fsdp", "tp")

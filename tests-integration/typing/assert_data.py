@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, assert_type
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -43,7 +42,6 @@ def loaders(
     assert_type(shard.state_dict(), dict[str, Any])
     assert_type(shard.load_state_dict({}), None)
     assert_type(shard.dataset, Dataset[Batch])
-    assert_type(main.submesh_tp, DeviceMesh | None)
 
 
 def wrappers(optimizer: AcceleratedOptimizer, scheduler: AcceleratedScheduler) -> None:

@@ -75,34 +75,6 @@ def test_a_prepared_loader_is_a_torch_loader() -> None:
     assert loader.total_dataset_length == 10
 
 
-@pytest.mark.parametrize("dispatch", [False, True])
-def test_a_loader_that_is_put_in_place_of_the_reader_is_read_instead(dispatch: bool) -> None:
-    loader: Any = prepare_data_loader(
-        DataLoader(list(range(10)), batch_size=4), dispatch_batches=dispatch, put_on_device=True
-    )
-    own = loader.base_dataloader
-    assert own is loader
-    loader.base_dataloader = other = DataLoader(list(range(20, 25)), batch_size=2)
-    assert loader.base_dataloader is other
-    assert len(loader) == 3
-    for _ in range(2):
-        seen = [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
-        assert seen == [([20, 21], False), ([22, 23], False), ([24], True)]
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    batches.close()  # type: ignore[attr-defined]
-    loader.load_state_dict(state)
-    assert [batch.tolist() for batch in loader] == [[22, 23], [24]]
-    skipping = skip_first_batches(loader, 2)
-    assert len(skipping) == 1
-    assert [batch.tolist() for batch in skipping] == [[24]]
-    loader.base_dataloader = own
-    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    with pytest.raises(ValueError, match="counts 'batches', but this loader counts 'samples'"):
-        loader.load_state_dict(state)
-
-
 @pytest.mark.parametrize(("size", "remainder"), [(10, 2), (12, 0), (3, 3)])
 def test_the_remainder_is_what_the_last_round_has(size: int, remainder: int) -> None:
     for loader in ranks(DataLoader(list(range(size)), batch_size=2), 2):

@@ -229,6 +229,25 @@ def test_batches_without_a_size_cannot_be_split(world: int) -> None:
         BatchSamplerShard(Batches([[0, 1, 2, 3], [4]]), world, 0, split_batches=True)
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("is_set_on_the_shard", [False, True])
+def test_a_batch_size_that_is_set_later_is_followed(
+    split: bool, world: int, is_set_on_the_shard: bool
+) -> None:
+    shares = expected(list(range(11)), 4, world, drop=False, split=split, even=True)
+    for rank in range(world):
+        batches = BatchSampler(SequentialSampler(range(11)), 2, drop_last=False)
+        shard = BatchSamplerShard(batches, world, rank, split)
+        assert len(list(shard)) == (6 if split or world == 1 else 3)
+        (shard if is_set_on_the_shard else batches).batch_size = 4
+        assert list(shard) == shares[rank]
+        assert len(shard) == len(shares[rank])
+        assert shard.batch_size == 4
+        batches.drop_last = True
+        assert list(shard) == expected(list(range(11)), 4, world, drop=True, split=split, even=True)[rank]
+
+
 def test_a_shard_of_a_seeded_order_goes_on_to_the_next_epoch() -> None:
     sampler = SeedableRandomSampler(range(6), data_seed=3)
     shard = BatchSamplerShard(BatchSampler(sampler, 2, drop_last=False), 2, 0)

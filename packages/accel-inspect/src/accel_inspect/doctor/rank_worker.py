@@ -153,9 +153,7 @@ def _read_all_shards() -> None:
 
     def plan_of_all(self: Any) -> Any:
         plan = plan_of.__get__(self)
-        return replace(
-            plan, num_processes=1, process_index=0, batch_size=plan.stride, split=False, static_shapes=True
-        )
+        return replace(plan, num_processes=1, process_index=0, rows=plan.stride, static_shapes=True)
 
     replace_names("accel_train.accelerator.prepare", prepare_data_loader=prepare_data_loader)
     replace_names("accel_train.data.shards.IterableDatasetShard", plan=property(plan_of_all))

@@ -204,7 +204,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         self._resume: Position | None = None
         self._resume_epoch: int | None = None
         self._progress = LoaderProgress(epoch=iteration)
-        self._base: Any = None
         self._workers_epoch: WorkersEpoch | None = None
         follows = isinstance(dataset, IterableDataset) and hasattr(dataset, "set_epoch")
         if follows and self.persistent_workers and not isinstance(dataset, IterableDatasetShard):
@@ -226,16 +225,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
 
     @property
     def base_dataloader(self) -> Iterable[Any]:
-        """The loader that reads the data: this one, unless a program has assigned another.
-
-        An assigned loader's batches are yielded unchanged: they are not sharded, and the position is the
-        number of batches.
-        """
-        return self._base or self._stateful or self
-
-    @base_dataloader.setter
-    def base_dataloader(self, loader: Iterable[Any]) -> None:
-        self._base = None if loader is self or loader is self._stateful else loader
+        """The loader that reads the data: this one, or torchdata's."""
+        return self._stateful or self
 
     @property
     def iteration(self) -> int:
@@ -248,8 +239,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
 
     def __len__(self) -> int:
         """Number of batches of this rank, without those that the next iteration skips."""
-        if self._base is not None:
-            return max(0, len(self._base) - self.skip_batches)
         full_steps, remaining = divmod(super().__len__(), self._batches_per_step)
         return max(0, full_steps + (remaining > 0 and not self._drop_last) - self.skip_batches)
 
@@ -379,7 +368,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
                 f"The saved data position counts {position.unit!r}, but this loader counts {unit!r}. "
                 "Build the loader as in the saved run."
             )
-        if self._base is None and self.index_shard is None and len(position.consumed) != workers:
+        if self.index_shard is None and len(position.consumed) != workers:
             raise ValueError(
                 f"The saved data position is for {len(position.consumed)} worker(s), each with a part of "
                 f"the iterable dataset, but this loader has {workers}. Pass "
@@ -399,9 +388,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
 
     @property
     def _unit(self) -> str:
-        if self._base is not None:
-            return "batches"
-        unit = "stream" if self.index_shard is None else self.index_shard.unit
+        unit = "stream"
+        if self.index_shard is not None:
+            unit = "samples" if self.index_shard.counts_samples else "batches"
         return unit if self.dataset_parts == 1 else f"{unit}, 1 of {self.dataset_parts} parts"
 
     @property
@@ -452,10 +441,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         """Begin the next iteration: at a loaded position, after `skip_batches`, or at the beginning."""
         position, self._resume = self._resume, None
         skip, self.skip_batches = self.skip_batches, 0
-        if self._base is not None:
-            first = skip if position is None else position.consumed[0]
-            start = Position(unit=self._unit, consumed=(first,))
-            return Pass(islice(iter(self._base), first, None), start, stride=1)
         start = position or Position(unit=self._unit, consumed=(0,) * self._readers)
         # The number of samples of a worker's stream is known only by reading; torchdata counts by itself.
         seeks = self.index_shard is not None or (not self.use_stateful_dataloader and self.num_workers == 0)
@@ -588,7 +573,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         skipped.skip_batches = self.skip_batches + batches
         position, self._resume, skipped._resume = self._resume, None, None
         # Batches count from the beginning of the epoch, in the order of a loaded position.
-        if position is not None and position.order is not None and self._base is None:
+        if position is not None and position.order is not None:
             start = (0,) * len(position.consumed)
             skipped._resume = replace(position, consumed=start, next_worker=0, torchdata=None)
         return skipped

@@ -14,7 +14,6 @@ from torch import Tensor
 from accel_ops.tree import children, rebuild
 from accel_state.collectives import Collectives
 from accel_state.frozen import frozen
-from accel_state.partial_state import PartialState
 from accel_state.runtime import current_or_single
 from accel_train.data.adapter import PreparedLoader
 from accel_train.data.reading import END, Pass, Position, StartCopy, T_co, on_batch, prefetch_batches
@@ -22,7 +21,7 @@ from accel_train.data.scatter import receive, send
 from accel_train.data.shards import BatchWithMeta
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 SliceFn = Callable[..., Any]
 
@@ -112,7 +111,7 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
         """Number of batches of this rank, without those that the next iteration skips."""
         length = super().__len__()
         is_even = self.even_batches or self._drop_last or not self.counts_samples
-        if is_even or self.base_dataloader is not self:
+        if is_even or self._stateful is not None:
             return length
         samples: Any = self.dataset if self.index_shard is None else self.index_shard.batch_sampler.sampler
         in_last_step = len(samples) % self.stride
@@ -129,30 +128,6 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
             multiple=self.micro_batches,
             batch_size=self.batch_size if self.index_shard is None else self.index_shard.batch_size,
         )
-
-    @property
-    def submesh_dp(self) -> DeviceMesh | None:
-        """The axis `dp` of the device mesh; `None` if it has none."""
-        return self._submesh("dp")
-
-    @property
-    def submesh_fsdp(self) -> DeviceMesh | None:
-        """The axis `fsdp` of the device mesh; `None` if it has none."""
-        return self._submesh("fsdp")
-
-    @property
-    def submesh_tp(self) -> DeviceMesh | None:
-        """The axis `tp` of the device mesh; `None` if it has none."""
-        return self._submesh("tp")
-
-    def _submesh(self, axis: str) -> DeviceMesh | None:
-        mesh = self.torch_device_mesh
-        return mesh[axis] if mesh is not None and axis in (mesh.mesh_dim_names or ()) else None
-
-    @property
-    def state(self) -> PartialState:
-        """The state of this process."""
-        return PartialState()
 
     def _open(self) -> Pass:
         if self._reads:

@@ -391,9 +391,17 @@ class SkipBatchSampler(BatchSampler):
 
     def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]], skip_batches: int = 0) -> None:
         self.batch_sampler: Any = batch_sampler
-        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
-        self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
         self.skip_batches = check_count(skip_batches)
+
+    @property
+    def batch_size(self) -> Any:
+        """The batch size of the batch sampler; `None` if it has none."""
+        return getattr(self.batch_sampler, "batch_size", None)
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether the batch sampler drops an incomplete last batch."""
+        return getattr(self.batch_sampler, "drop_last", False)
 
     @property
     def sampler(self) -> Any:

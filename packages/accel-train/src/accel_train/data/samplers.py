@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from itertools import chain, islice
 from typing import Any, TypeAlias, overload
@@ -116,27 +116,12 @@ class TensorOrder(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | list[int]:
         return self._indices[index].tolist()
 
+    def __iter__(self) -> Iterator[int]:
+        return self.iterate_from(0)
+
     def iterate_from(self, position: int, chunk: int = 8192) -> Iterator[int]:
         """Yield the indices from a position on, without building a full list."""
         return chain.from_iterable(part.tolist() for part in self._indices[position:].split(chunk))
-
-
-def known_order(sampler: object) -> Sequence[int] | None:
-    """Return the order of the next epoch, for access by position.
-
-    Returns:
-        The order, or `None` if only iteration reveals it.
-    """
-    if type(sampler) is SeedableRandomSampler:
-        return sampler.order()
-    if type(sampler) is SequentialSampler:
-        return range(len(sampler))
-    return None
-
-
-def indices_from(order: Sequence[int], position: int) -> Iterator[int]:
-    """Iterate over a known order from a position on."""
-    return order.iterate_from(position) if isinstance(order, TensorOrder) else iter(order[position:])
 
 
 def innermost_sampler(sampler: object) -> object:
@@ -171,19 +156,13 @@ def record_order(sampler: object) -> OrderState:
         sampler: A sampler of indices. Randomness from neither its `generator` nor its epoch is assumed to
             come from torch's default generator.
     """
-    if isinstance(sampler, SeedableRandomSampler):
-        return {"seed": sampler.initial_seed, "epoch": sampler.epoch}
     if isinstance(sampler, SequentialSampler):
         return {}
+    if isinstance(sampler, SeedableRandomSampler):
+        return {"seed": sampler.initial_seed, "epoch": sampler.epoch}
     generator = getattr(sampler, "generator", None)
     if isinstance(generator, torch.Generator):
         return {"generator": generator.get_state()}
-    if type(sampler) is RandomSampler:  # draws the seed of its generator from torch's default generator
-        drawing = torch.Generator().set_state(torch.get_rng_state())
-        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=drawing).item())
-        return {"generator": torch.Generator().manual_seed(seed).get_state()}
-    if type(sampler) in {SubsetRandomSampler, WeightedRandomSampler}:
-        return {"generator": torch.get_rng_state()}
     return {"torch": torch.get_rng_state()}
 
 
@@ -194,19 +173,12 @@ def record_source(sampler: object) -> OrderState:
         The seed, or the state of its generator; empty if it draws from torch's default generator, or not at
         all.
     """
-    if isinstance(sampler, SeedableRandomSampler):
-        return {"seed": sampler.initial_seed}
-    generator = getattr(sampler, "generator", None)
-    return {"generator": generator.get_state()} if isinstance(generator, torch.Generator) else {}
+    order = record_order(sampler)
+    return {name: order[name] for name in ("seed", "generator") if name in order}
 
 
 def restore_source(sampler: object, state: OrderState) -> None:
-    """Restore the state of a sampler that determines the orders of all later epochs.
-
-    Args:
-        sampler: The sampler of indices. The state of another kind of sampler changes nothing.
-        state: A state of `record_source`.
-    """
+    """Restore a state of `record_source`; that of another kind of sampler changes nothing."""
     generator = getattr(sampler, "generator", None)
     if isinstance(sampler, SeedableRandomSampler) and "seed" in state:
         sampler.initial_seed = state["seed"]
@@ -215,13 +187,15 @@ def restore_source(sampler: object, state: OrderState) -> None:
 
 
 @contextmanager
-def replay_order(sampler: object, state: OrderState | None) -> Generator[None]:
+def replay_order(sampler: Any, state: OrderState | None) -> Generator[None]:
     """Make a sampler replay the recorded order within the context.
 
     A sampler draws its order with its first index: read the first index inside. Torch's default generator is
     restored afterwards; a generator of the sampler itself stays in the state after the replayed draw.
     """
     state = state or {}
+    own = getattr(sampler, "generator", None)
+    own = generator = own if isinstance(own, torch.Generator) else None
     if "seed" in state:
         if not isinstance(sampler, SeedableRandomSampler):
             raise ValueError(
@@ -229,35 +203,25 @@ def replay_order(sampler: object, state: OrderState | None) -> Generator[None]:
                 f"{sampler!r}. Prepare it with use_seedable_sampler=True, as in the saved run."
             )
         sampler.initial_seed, sampler.epoch = state["seed"], state["epoch"]
-    if "generator" in state:
-        with _with_generator(sampler, state["generator"]):
-            yield
+    elif "generator" in state:
+        if not hasattr(sampler, "generator"):
+            raise ValueError(
+                "The saved data position belongs to a sampler with a generator, but this loader has "
+                f"{sampler!r} without one. Build the loader as in the saved run."
+            )
+        generator = (own or torch.Generator()).set_state(state["generator"])
     elif "torch" in state:
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(state["torch"])
-            yield
-    else:
-        yield
-
-
-@contextmanager
-def _with_generator(sampler: Any, state: torch.Tensor) -> Generator[None]:
-    """Make a sampler draw from a generator in a given state: its own, or a temporary one."""
-    if not hasattr(sampler, "generator"):
-        raise ValueError(
-            "The saved data position belongs to a sampler with a generator, but this loader has "
-            f"{sampler!r} without one. Build the loader as in the saved run."
-        )
-    own: torch.Generator | None = sampler.generator
-    if own is not None:
-        own.set_state(state)
-        yield
-        return
-    sampler.generator = torch.Generator().set_state(state)
+        generator = None  # another number of ranks may have given it one since
     try:
-        yield
+        if generator is not own:
+            sampler.generator = generator
+        with torch.random.fork_rng(devices=[]) if "torch" in state else nullcontext():
+            if "torch" in state:
+                torch.set_rng_state(state["torch"])
+            yield
     finally:
-        sampler.generator = None
+        if generator is not own:
+            sampler.generator = own
 
 
 def drawn(items: Iterable[Any]) -> Iterator[Any]:
@@ -266,15 +230,14 @@ def drawn(items: Iterable[Any]) -> Iterator[Any]:
     return chain(list(islice(iterator, 1)), iterator)
 
 
-def iterate_seeded(items: Iterable[Any], seeds: Sequence[int]) -> Iterator[Any]:
+def iterate_seeded(items: Callable[[], Iterator[Any]], seeds: Sequence[int]) -> Iterator[Any]:
     """Iterate with `random`, numpy and torch seeded; in between and afterwards they have their own states.
 
     Args:
-        items: Read lazily.
+        items: Returns the items, which are read lazily.
         seeds: The seeds of `random`, numpy and torch.
     """
-    end: Any = object()
-    iterator = None
+    iterator, end = None, object()
     states = (
         random.Random(seeds[0]).getstate(),  # noqa: S311 - for the order of samples
         np.random.RandomState(seeds[1]).get_state(),
@@ -283,7 +246,7 @@ def iterate_seeded(items: Iterable[Any], seeds: Sequence[int]) -> Iterator[Any]:
     while True:
         own = _swap_states(states)
         try:
-            iterator = iter(items) if iterator is None else iterator
+            iterator = items() if iterator is None else iterator
             item = next(iterator, end)
         finally:
             states = _swap_states(own)

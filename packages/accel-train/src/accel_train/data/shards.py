@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from functools import partial
+from itertools import chain, islice, pairwise
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -18,11 +19,9 @@ from accel_train.data.samplers import (
     OrderState,
     SeedableRandomSampler,
     drawn,
-    indices_from,
     innermost_sampler,
     is_plain_batch_sampler,
     iterate_seeded,
-    known_order,
     record_order,
     replace_sampler,
     replay_order,
@@ -33,168 +32,110 @@ logger = logging.getLogger(__name__)
 
 @frozen
 class BatchPlan:
-    """The plan that splits an epoch into *rounds* of one batch for every rank, in rank order.
+    """The plan that deals the items of an epoch to ranks, in *rounds* of some items for every rank.
 
-    Round `k` of an epoch that begins at sample `start` has the samples from `start + k * stride` on; rank `r`
-    gets its `r`-th slice.
+    Items are indices or samples; or whole batches, of which every rank gets one in each round. Round `k` of
+    an epoch that begins at item `start` has the items from `start + k * stride` on; rank `r` gets its `r`-th
+    slice.
 
     Args:
-        batch_size: Size of the sharded batches: of one rank, or with `split` of all ranks; `None` if unknown.
-        split: Whether a round is one batch, of which every rank gets a slice; else it has one batch per rank.
-        even: Complete the last round with samples from the epoch's beginning, so that ranks have the same
-            number of batches of one size; with full batches from there if the size is unknown. Otherwise some
-            ranks may get a shorter last batch, or one batch less.
-        static_shapes: Complete the last batch of a single rank, too, for devices that recompile for every
+        rows: Number of items of a rank in a complete round.
+        drop_last: Drop an incomplete last round.
+        even: Complete the last round with items from the epoch's beginning, so that ranks have the same
+            number. Otherwise some ranks may get fewer items, or none.
+        static_shapes: Complete the last round of a single rank, too, for devices that recompile for every
             shape; needs `even`.
     """
 
     num_processes: int = 1
     process_index: int = 0
-    batch_size: int | None
+    rows: int = 1
     drop_last: bool = False
-    split: bool = False
     even: bool = True
     static_shapes: bool = False
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.process_index < self.num_processes:
-            raise ValueError(
-                f"process_index={self.process_index!r} is not one of the "
-                f"num_processes={self.num_processes!r} processes, counted from 0."
-            )
-        if self.split and (self.batch_size is None or self.batch_size % self.num_processes):
-            raise ValueError(
-                "split_batches=True shards every batch across the processes, but "
-                f"batch_size={self.batch_size!r} is not a round multiple of "
-                f"num_processes={self.num_processes!r}."
-            )
-
-    @property
-    def rows(self) -> int:
-        """Number of samples in a batch of one rank; 1 if unknown."""
-        return (self.batch_size or 1) // (self.num_processes if self.split else 1)
-
     @property
     def stride(self) -> int:
-        """Number of samples in a complete round."""
+        """Number of items in a complete round."""
         return self.rows * self.num_processes
 
     @property
-    def batches_per_step_all_ranks(self) -> int:
-        """Number of batches of the sharded batch sampler in a complete round."""
-        return 1 if self.split else self.num_processes
-
-    @property
     def pads(self) -> bool:
-        """Whether an incomplete last round is padded with samples from the epoch's beginning."""
+        """Whether an incomplete last round is padded with items from the epoch's beginning."""
         return self.even and not self.drop_last and (self.num_processes > 1 or self.static_shapes)
 
     def count(self, total: int) -> int:
-        """Return the number of batches of this rank for `total` samples."""
-        full_steps, remaining = divmod(total, self.stride)
+        """Return the number of rounds out of `total` items in which this rank gets some."""
+        full_rounds, remaining = divmod(total, self.stride)
         has_more = remaining > 0 and (self.even or remaining > self.rows * self.process_index)
-        return full_steps + (has_more and not self.drop_last)
+        return full_rounds + (has_more and not self.drop_last)
 
-    def spans(self, total: int, start: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield this rank's batches as spans of positions in the order of the epoch.
-
-        Yields:
-            `(first, last)`: a batch has the samples `first … last - 1`. Positions from `total` on are
-            padding: `total + i` repeats sample `i % total`.
-
-        Example:
-            >>> list(BatchPlan(num_processes=2, process_index=1, batch_size=3).spans(10))
-            [(3, 6), (9, 12)]
-        """
-        first = start + self.process_index * self.rows
-        for _ in range(self.count(max(0, total - start))):
-            last = first + self.rows
-            yield first, last if self.pads else min(last, total)
-            first += self.stride
-
-    def count_batches(self, batches: int) -> int:
-        """Return this rank's number of batches out of `batches` full ones."""
-        full_steps, remaining = divmod(batches, self.batches_per_step_all_ranks)
-        has_more = remaining > 0 and (self.even or remaining > self.process_index)
-        return full_steps + (has_more and not self.drop_last)
-
-    def assign(
-        self, batches: Iterable[Sequence[int]], head: Iterable[Sequence[int]] = ()
-    ) -> Iterator[tuple[list[int], int]]:
-        """Yield this rank's batches out of a stream of batches of any length.
+    def deal(self, items: Iterable[Any], head: list[Any]) -> Iterator[tuple[list[Any], int, list[Any]]]:
+        """Yield this rank's items of each round, the number that is not padding, and those of all ranks.
 
         Args:
-            batches: The batches of the epoch, or the remaining ones.
-            head: The preceding batches of the epoch that are needed for padding.
+            items: The items of the epoch, or the remaining ones.
+            head: The preceding items among those of the first round, to which the rest is appended.
 
-        Yields:
-            A batch, and the number of its first samples that are not padding.
+        Example:
+            >>> plan = BatchPlan(num_processes=2, process_index=1, rows=3)
+            >>> [(own, real) for own, real, _ in plan.deal(range(10), [])]
+            [([3, 4, 5], 3), ([9, 0, 1], 1)]
         """
-        stream = iter(batches)
-        seen = list(head)
-        step_batches = list(islice(stream, self.batches_per_step_all_ranks))
-        while step_batches and not (self.drop_last and len(step_batches) < self.batches_per_step_all_ranks):
-            following = list(islice(stream, self.batches_per_step_all_ranks))
-            if self.pads and self.pads_with(seen):
-                seen.extend(step_batches)
-            local = self._local_indices(step_batches)
-            padding = self._padding(step_batches, local, seen) if self.split or not following else []
-            if local or padding:
-                yield local + padding, len(local)
-            step_batches = following
-
-    def pads_with(self, seen: Sequence[Sequence[int]]) -> bool:
-        """Return whether more batches from the epoch's beginning than these may be needed for padding."""
-        return len(seen) < self.num_processes or sum(map(len, seen)) < self.stride
-
-    def _local_indices(self, step_batches: list[Sequence[int]]) -> list[int]:
-        """Return this rank's samples of a round; empty if there are none."""
-        if not self.split:
-            return list(step_batches[self.process_index]) if self.process_index < len(step_batches) else []
-        rows = self._rows_of(step_batches[0])
-        return list(step_batches[0][self.process_index * rows : (self.process_index + 1) * rows])
-
-    def _rows_of(self, batch: Sequence[int]) -> int:
-        """Return each rank's number of samples of a split batch; custom samplers may exceed their size."""
-        return max(-(-len(batch) // self.num_processes), self.rows)
-
-    def _padding(
-        self, step_batches: list[Sequence[int]], local: list[int], seen: list[Sequence[int]]
-    ) -> list[int]:
-        """Return the indices with which this rank completes the last round."""
-        if not self.pads:
-            return []
-        if self.batch_size is None and not self.split:
-            missing = self.process_index - len(step_batches)
-            return [] if missing < 0 else [*seen[missing % len(seen)]]
-        if self.split:
-            rows = self._rows_of(step_batches[0])
-            before = self.process_index * rows - len(step_batches[0])
-        else:
-            rows = self.rows if self.process_index >= len(step_batches) - 1 else len(local)
-            before = (self.process_index - len(step_batches) + 1) * rows - len(step_batches[-1])
-        before = max(0, before)
-        first = [*chain.from_iterable(seen)]
-        return [first[i % len(first)] for i in range(before, before + rows - len(local))]
+        stream, rows, pads = iter(items), self.rows, self.pads
+        low = self.process_index * rows
+        while in_round := list(islice(stream, self.stride)):
+            if self.drop_last and len(in_round) < self.stride:
+                return
+            own = in_round[low : low + rows]
+            real = len(own)
+            if pads and len(head) < self.stride:
+                head += in_round
+            if pads and real < rows:
+                first = max(low - len(in_round), 0)  # items before it pad those of other ranks
+                own += [head[index % len(head)] for index in range(first, first + rows - real)]
+            if own:
+                yield own, real, in_round
 
 
 def _plan_of(shard: BatchSamplerShard | IterableDatasetShard) -> BatchPlan:
+    """Return the plan that deals samples; check its numbers."""
+    world, index, size = shard.num_processes, shard.process_index, shard.batch_size
+    if not 0 <= index < world:
+        raise ValueError(
+            f"process_index={index!r} is not one of the num_processes={world!r} processes, counted from 0."
+        )
+    if shard.split_batches and (size is None or size % world):
+        raise ValueError(
+            "split_batches=True shards every batch across the processes, but "
+            f"batch_size={size!r} is not a round multiple of num_processes={world!r}."
+        )
     return BatchPlan(
-        num_processes=shard.num_processes,
-        process_index=shard.process_index,
-        batch_size=shard.batch_size,
+        num_processes=world,
+        process_index=index,
+        rows=(size or 1) // (world if shard.split_batches else 1),
         drop_last=shard.drop_last,
-        split=shard.split_batches,
         even=shard.even_batches,
         static_shapes=shard.static_shapes,
     )
+
+
+def _open(source: Any, start: int, needed: int) -> tuple[Iterator[Any], list[Any]]:
+    """Return the items from `start` on, and the items before it among the first `needed`."""
+    if start and isinstance(source, SeekableDataset):
+        head = list(islice(source.iterate_from(0), min(start, needed)))
+        return source.iterate_from(start), head
+    stream = iter(source)
+    head = list(islice(stream, min(start, needed)))
+    return islice(stream, start - len(head), None), head
 
 
 class BatchSamplerShard(BatchSampler):
     """Yield this rank's part of the batches of a batch sampler.
 
     Args:
-        batch_sampler: The batch sampler to shard, or any iterable of lists of indices.
+        batch_sampler: The batch sampler to shard, or any iterable of lists of indices. Later changes of its
+            `batch_size` count.
         num_processes: The number of ranks.
         process_index: This rank.
         split_batches: Shard every batch across ranks; otherwise the ranks get full batches, in turn.
@@ -202,6 +143,16 @@ class BatchSamplerShard(BatchSampler):
             batches of the same size. For batch samplers without a `batch_size`, full batches are repeated.
         static_shapes: As for `BatchPlan`.
         single: Yield the only index of every batch instead of the batch.
+
+    Attributes:
+        start (int): The position at which iterations begin.
+        padded (dict): In the latest iteration: index of a padded batch -> number of its real samples.
+        padded_rows (int | None): Number of samples in padded batches; `None` before there is one, 0 if they
+            have several sizes.
+        order (dict | None): The state that replays the order of the latest iteration.
+        replays (dict | None): The order of iterations; a new one if `None`.
+        seeds (tuple): The seeds of `random`, numpy and torch in epoch 0, if the samplers may draw from them.
+        epoch (int): The epoch.
 
     Raises:
         ValueError: The arguments contradict each other.
@@ -224,8 +175,6 @@ class BatchSamplerShard(BatchSampler):
         single: bool = False,
     ) -> None:
         self.batch_sampler: Any = batch_sampler
-        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
-        self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
@@ -234,23 +183,30 @@ class BatchSamplerShard(BatchSampler):
         self.single = single
         _ = self.plan  # refuses arguments that do not fit together
         self.start = 0
-        """The position at which iterations begin."""
         self.padded: dict[int, int] = {}
-        """In the latest iteration: index of a padded batch -> number of its real samples."""
         self.padded_rows: int | None = None
-        """Number of samples in padded batches; `None` before there is one, 0 if they have several sizes."""
         self.order: OrderState | None = None
-        """The state that replays the order of the latest iteration."""
         self.replays: OrderState | None = None
-        """The order of iterations; a new one if `None`."""
         self.seeds: tuple[int, ...] = ()
-        """The seeds of `random`, numpy and torch in epoch 0, if the samplers may draw from them."""
         self.epoch = 0
 
     @property
-    def plan(self) -> BatchPlan:
-        """The plan of an epoch; `even_batches` may be changed between epochs."""
-        return _plan_of(self)
+    def batch_size(self) -> Any:
+        """The batch size of the batch sampler; `None` if it has none."""
+        return getattr(self.batch_sampler, "batch_size", None)
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - torch's is an attribute
+        self.batch_sampler.batch_size = batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether the batch sampler drops an incomplete last batch."""
+        return getattr(self.batch_sampler, "drop_last", False)
+
+    @drop_last.setter
+    def drop_last(self, drop_last: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - torch's is an attribute
+        self.batch_sampler.drop_last = drop_last
 
     @property
     def sampler(self) -> Any:
@@ -260,6 +216,15 @@ class BatchSamplerShard(BatchSampler):
     @sampler.setter
     def sampler(self, sampler: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - torch's is an attribute
         replace_sampler(self.batch_sampler, sampler)
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The plan of an epoch, of samples if the position counts them; else of full batches."""
+        plan = _plan_of(self)
+        if self.counts_samples:
+            return plan
+        alone = {"num_processes": 1, "process_index": 0} if self.split_batches else {}
+        return replace(plan, rows=1, **alone)
 
     @property
     def total_length(self) -> int:
@@ -272,14 +237,9 @@ class BatchSamplerShard(BatchSampler):
         return is_plain_batch_sampler(self.batch_sampler)
 
     @property
-    def unit(self) -> str:
-        """The unit of positions: `"samples"` or full `"batches"`."""
-        return "samples" if self.counts_samples else "batches"
-
-    @property
     def stride(self) -> int:
         """The change of the position by one batch on every rank."""
-        return self.plan.stride if self.counts_samples else self.plan.batches_per_step_all_ranks
+        return self.plan.stride
 
     def __len__(self) -> int:
         """Number of batches of this rank."""
@@ -300,9 +260,8 @@ class BatchSamplerShard(BatchSampler):
         Args:
             position: Samples (or full batches, see `counts_samples`) that all ranks together have consumed.
         """
-        if self.counts_samples:
-            return self.plan.count(max(0, len(self.batch_sampler.sampler) - position))
-        return self.plan.count_batches(max(0, len(self.batch_sampler) - position))
+        source = self.batch_sampler.sampler if self.counts_samples else self.batch_sampler
+        return self.plan.count(max(0, len(source) - position))
 
     def remainder_from(self, position: int) -> int:
         """Return the number of samples in the last round after a position: 0 if complete, -1 if unknown.
@@ -314,7 +273,7 @@ class BatchSamplerShard(BatchSampler):
             return 0
         if not self.counts_samples or not isinstance(self.batch_sampler.sampler, Sized):
             return -1
-        return max(0, len(self.batch_sampler.sampler) - position) % self.plan.stride
+        return max(0, len(self.batch_sampler.sampler) - position) % self.stride
 
     def iterate_from(self, position: int, order: OrderState | None = None) -> Iterator[list[int]]:
         """Yield this rank's batches after a position.
@@ -329,71 +288,71 @@ class BatchSamplerShard(BatchSampler):
     def _epoch_from(self, position: int, order: OrderState | None) -> Iterator[Iterator[list[int]]]:
         """Draw the epoch; yield one iterator of its batches after a position, then end the epoch."""
         self.padded, self.padded_rows = {}, None
-        sampler, plan = self.sampler, self.plan
+        sampler = self.sampler
         with replay_order(sampler, order):  # all random numbers are drawn in here
-            self.order = self._record_order(sampler) if order is None else order
-            known = known_order(sampler) if self.counts_samples else None
+            if order is None:
+                order = record_order(sampler)
+                if self.seeds:
+                    order["seeds"] = [seed + self.epoch for seed in self.seeds]
+            self.order = order
             epoch = sampler.epoch if isinstance(sampler, SeedableRandomSampler) else 0
-            if "seeds" in self.order:
-                batches = drawn(iterate_seeded(self._seeded_batches(position), self.order["seeds"]))
-            elif plan.num_processes == 1 and not plan.pads:
-                batches, _ = self._remaining_batches(position, known)
-            elif known is not None:
-                batches = self._record_padding(_cut(known, plan.spans(len(known), position)))
-            else:
-                batches = self._record_padding(plan.assign(*self._remaining_batches(position, known)))
+            deal = partial(self._deal, position)
+            batches = drawn(iterate_seeded(deal, order["seeds"]) if "seeds" in order else deal())
         yield batches
         if isinstance(sampler, SeedableRandomSampler):
             sampler.end_epoch(epoch)
 
-    def _record_order(self, sampler: object) -> OrderState:
-        order = record_order(sampler)
-        if self.seeds:
-            order.pop("torch", None)
-            order["seeds"] = [seed + self.epoch for seed in self.seeds]
-        return order
+    def _deal(self, position: int) -> Iterator[list[int]]:
+        """Return this rank's batches after a position."""
+        plan, pads = self.plan, _plan_of(self).pads
+        source = self.batch_sampler
+        if self.counts_samples:
+            sampler = self.batch_sampler.sampler
+            source = sampler.order() if type(sampler) is SeedableRandomSampler else sampler
+        items, head = _open(source, position, plan.stride if pads else 0)
+        if self.num_processes == 1 and not pads:
+            if not self.counts_samples:
+                return items
+            return iter(BatchSampler(cast("Any", items), self.batch_size, self.drop_last))
+        if self.counts_samples:
+            return self._record_padding(plan.deal(items, head))
+        split = self.split_batches
+        return self._record_padding(self._split(items, head) if split else self._complete(plan, items, head))
 
-    def _seeded_batches(self, position: int) -> Iterator[list[int]]:
-        """Yield this rank's batches after a position; what the samplers draw is drawn while it is read."""
-        yield from self._record_padding(self.plan.assign(*self._remaining_batches(position, None)))
-
-    def _record_padding(self, parts: Iterable[tuple[list[int], int]]) -> Iterator[list[int]]:
-        """Yield the batches of pairs (batch, number of real samples); record padded ones in `padded`."""
+    def _record_padding(self, dealt: Iterator[tuple[list[int], int, Any]]) -> Iterator[list[int]]:
+        """Yield batches; record padded ones in `padded`."""
         padded = self.padded
-        for number, (batch, real) in enumerate(parts):
+        for number, (batch, real, _) in enumerate(dealt):
             if real != len(batch):
                 padded[number] = real
                 self.padded_rows = len(batch) if self.padded_rows in {None, len(batch)} else 0
             yield batch
 
-    def _remaining_batches(
-        self, position: int, known: Sequence[int] | None
-    ) -> tuple[Iterator[list[int]], list[list[int]]]:
-        """Return the batches of all ranks after a position, and earlier batches that padding may need."""
-        plan = self.plan
-        head: list[list[int]] = []
-        if not self.counts_samples:
-            batches = drawn(self.batch_sampler)
-            for batch in islice(batches, position):
-                if plan.pads and plan.pads_with(head):
-                    head.append(batch)
-            return batches, head
-        if known is not None:
-            indices = indices_from(known, position)
-        else:
-            indices = drawn(self.batch_sampler.sampler)
-            first = list(islice(indices, min(position, plan.stride if plan.pads else 0)))
-            head = [first] if first else []
-            indices = islice(indices, position - len(first), None)
-        return iter(BatchSampler(cast("Any", indices), self.batch_size, self.drop_last)), head
+    def _split(self, batches: Iterator[Any], head: list[Any]) -> Iterator[tuple[list[int], int, Any]]:
+        """Split batches of any length; the first one pads incomplete ones."""
+        plan = _plan_of(self)
+        plan = replace(plan, even=plan.pads, drop_last=False)
+        first = list(head[0]) if head else []
+        for batch in batches:
+            first = first or list(batch)
+            rows = max(-(-len(batch) // plan.num_processes), plan.rows)
+            yield from replace(plan, rows=rows).deal(batch, [*first])
 
-
-def _cut(order: Sequence[int], spans: Iterable[tuple[int, int]]) -> Iterator[tuple[list[int], int]]:
-    """Cut an order into batches; yield each with the number of its indices that are not padding."""
-    total = len(order)
-    for first, last in spans:
-        batch = list(order[first:last])
-        yield batch + [order[i % total] for i in range(max(first, total), last)], len(batch)
+    def _complete(
+        self, plan: BatchPlan, batches: Iterator[Any], head: list[Any]
+    ) -> Iterator[tuple[list[int], int, Any]]:
+        """Deal full batches; samples of the first round complete the last one if the batch size is known."""
+        rows, rank = self.batch_size, self.process_index
+        dealt = chain(plan.deal(batches, head), (None,))
+        for (own, has_batch, in_round), following in pairwise(cast("Any", dealt)):
+            batch = list(own[0])
+            real = len(batch) if has_batch else 0
+            if following is None and plan.pads and rows is not None and rank >= len(in_round) - 1:
+                first = [*chain.from_iterable(head)]
+                before = max(0, (rank - len(in_round) + 1) * rows - len(in_round[-1]))
+                padding = [first[i % len(first)] for i in range(before, before + rows - real)]
+                batch = batch[:real] + padding
+            yield batch, real, in_round
 
 
 Collate = Callable[[Any], Any]
@@ -489,39 +448,17 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's samples."""
-        # 1. Complete rounds.
         plan, info = self.plan, get_worker_info()
         self._follow_epoch(in_worker=info is not None)
         start = self.starts[0 if info is None else info.id] if self.starts else 0
-        stream, head = self._open(start, plan.stride if plan.pads else 0)
-        low, high = plan.process_index * plan.rows, (plan.process_index + 1) * plan.rows
-        while len(step_samples := list(islice(stream, plan.stride))) == plan.stride:
-            if plan.pads and len(head) < plan.stride:
-                head += step_samples
-            yield from step_samples[low:high]
-        if not step_samples or plan.drop_last:
-            return
-        # 2. The incomplete last round, padded.
-        real = step_samples[low:high]
-        padding: list[Any] = []
-        if plan.pads:
-            head += step_samples
-            first = max(low - len(step_samples), 0)  # samples before it pad the batches of other ranks
-            padding = [head[index % len(head)] for index in range(first, first + plan.rows - len(real))]
-        if self.mark_padding:
-            if real and not padding:
-                real[-1] = PaddedSample(real[-1], len(step_samples), is_padding=False)
-            padding = [PaddedSample(sample, len(step_samples), is_padding=True) for sample in padding]
-        yield from real + padding
-
-    def _open(self, start: int, needed: int) -> tuple[Iterator[Any], list[Any]]:
-        """Return the samples from `start` on, and the samples before it among the first `needed`."""
-        if start and isinstance(self.dataset, SeekableDataset):
-            head = list(islice(self.dataset.iterate_from(0), min(start, needed)))
-            return self.dataset.iterate_from(start), head
-        stream = iter(self.dataset)
-        head = list(islice(stream, min(start, needed)))
-        return islice(stream, start - len(head), None), head
+        for own, real, in_round in plan.deal(*_open(self.dataset, start, plan.stride if plan.pads else 0)):
+            samples = own
+            if self.mark_padding and len(in_round) < plan.stride:
+                first = min(real, len(own) - 1)  # a last real sample is marked, too
+                is_padding = real < len(own)
+                marked = [PaddedSample(sample, len(in_round), is_padding) for sample in own[first:]]
+                samples = own[:first] + marked
+            yield from samples
 
     def _follow_epoch(self, *, in_worker: bool) -> None:
         """In a worker, set the dataset's epoch, or seed its generator with the epoch."""
