@@ -85,32 +85,28 @@ class _Reader:
         parameters, buffers, children = module._parameters, module._buffers, module._modules
         layers = self.layers
         if inside >= 0 or not children or type(module).__name__ in self._unsplit:
-            layer = self._begin(name) if inside < 0 else inside
-            total = self._read(layer, prefix, parameters, 0) if parameters else 0
-            total += self._read(layer, prefix, buffers, 1) if buffers else 0
-            largest, has_containers = 0, False
+            layer = inside if inside >= 0 else len(layers.names)
+            total = self._read(layer, name, prefix, (parameters, buffers))
+            if not children:
+                return total, total, False
+            largest, has_containers = 0, isinstance(module, CONTAINERS)
             for leaf, child in children.items():
                 if child is not None:
                     size, block, is_split = self.visit(child, "", f"{prefix}{leaf}.", layer)
-                    total, largest, has_containers = (
-                        total + size,
-                        max(largest, block),
-                        has_containers or is_split,
-                    )
-            has_containers = total > 0 and (
-                has_containers or (bool(children) and isinstance(module, CONTAINERS))
-            )
+                    total, largest = total + size, max(largest, block)
+                    has_containers = has_containers or is_split
+            has_containers = has_containers and total > 0
+            block = largest if has_containers else total
             if inside < 0:
-                layers.blocks[layer] = largest if has_containers else total
-            return total, largest if has_containers else total, has_containers
+                layers.blocks[layer] = block
+            return total, block, has_containers
         index, first, total = len(layers.modules), len(layers.names), 0
         layers.modules.append((name, 0, 0, 0))
-        for is_buffer, table in enumerate((parameters, buffers)):
+        for position, table in enumerate((parameters, buffers)):
             for leaf, tensor in table.items():
                 if tensor is not None:
-                    layer = self._begin(prefix + leaf)
-                    layers.blocks[layer] = size = self._read(layer, prefix, {leaf: tensor}, is_buffer)
-                    total += size
+                    tables = ({}, {leaf: tensor}) if position else ({leaf: tensor}, {})
+                    total += self._read(len(layers.names), prefix + leaf, prefix, tables)
         has_containers = isinstance(module, CONTAINERS)
         for leaf, child in children.items():
             if child is not None:
@@ -122,33 +118,43 @@ class _Reader:
         layers.modules[index] = (name, first, len(layers.names), len(layers.modules))
         return total, 0, has_containers and total > 0
 
-    def _begin(self, name: str) -> int:
-        layers = self.layers
-        layers.names.append(name)
-        for column in (layers.sizes, layers.totals, layers.buffers, layers.blocks):
-            column.append(0)
-        return len(layers.names) - 1
+    def _read(
+        self, layer: int, name: str, prefix: str, tables: tuple[Mapping[str, Tensor | None], ...]
+    ) -> int:
+        """Count parameters and buffers of a module in a layer, which is added with its name if it is new.
 
-    def _read(self, layer: int, prefix: str, table: Mapping[str, Tensor | None], is_buffer: int) -> int:
-        """Count the tensors of a module in a layer; return the bytes of those that it has not counted."""
+        Returns:
+            The bytes of those that the layer did not have.
+        """
         layers, owners, count = self.layers, self._owner, self._count
-        total = 0
-        for leaf, tensor in table.items():
-            if tensor is None:
-                continue
-            identity = id(tensor)
-            owner = owners.get(identity)
-            if owner == layer:
-                continue
-            taken = tensor.nbytes if count is None else count(prefix, leaf, tensor)
-            total += taken
-            if owner is None:
-                owners[identity] = layer
-                layers.sizes[layer] += taken
-                layers.buffers[layer] += taken * is_buffer
-            else:
-                layers.ties.append((owner, layer))
-        layers.totals[layer] += total
+        size = total = before = 0
+        for table in tables:
+            before = size
+            for leaf, tensor in table.items():
+                if tensor is None:
+                    continue
+                identity = id(tensor)
+                owner = owners.get(identity)
+                if owner == layer:
+                    continue
+                taken = tensor.nbytes if count is None else count(prefix, leaf, tensor)
+                total += taken
+                if owner is None:
+                    owners[identity] = layer
+                    size += taken
+                else:
+                    layers.ties.append((owner, layer))
+        buffers = size - before  # the last table has them
+        if layer == len(layers.names):
+            layers.names.append(name)
+            layers.sizes.append(size)
+            layers.totals.append(total)
+            layers.buffers.append(buffers)
+            layers.blocks.append(total)
+        else:
+            layers.sizes[layer] += size
+            layers.totals[layer] += total
+            layers.buffers[layer] += buffers
         return total
 
 
