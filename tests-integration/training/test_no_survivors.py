@@ -38,7 +38,7 @@ from accel_ops import (
     send_to_device,
     slice_tensors,
 )
-from accel_ops.tree import local_parts
+from accel_ops.tree import local_part
 from accel_plugins import sequence_parallel_loss
 from accel_plugins.deepspeed.library import start
 from accel_plugins.kwargs import DataLoaderConfiguration, GradScalerKwargs
@@ -132,7 +132,7 @@ class Run:
         outer = [*filter(torch.is_tensor, values), *self.model.parameters(), *self.model.buffers()]
         fragments = [getattr(parameter, "_hp_mapping", None) for parameter in self.model.parameters()]
         linked = [value for part in fragments if part is not None for value in vars(part).values()]
-        return [*outer, *local_parts(outer), *filter(torch.is_tensor, linked)]
+        return [*outer, *map(local_part, outer), *filter(torch.is_tensor, linked)]
 
 
 def walk(strategy: str, precision: str, folder: Path, *, checked: bool) -> None:

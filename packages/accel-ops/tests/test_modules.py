@@ -17,9 +17,9 @@ from accel_ops.modules import (
     has_wrapped_forward,
     is_compiled_module,
     model_has_dtensor,
+    replace_forward,
     restore_forward,
     unwrap_once,
-    wrap_forward,
 )
 
 
@@ -103,8 +103,7 @@ def test_plain_parameters_are_not_dtensors():
 
 def test_a_wrapped_forward_is_called_and_restored():
     model = Doubled()
-    wrap_forward(model, plus_one)
-    wrap_forward(model, plus_one)
+    replace_forward(model, plus_one)
     assert model(torch.tensor(3.0)) == 7.0
     assert has_wrapped_forward(model)
     assert extract_model_from_parallel(model) is model
@@ -120,7 +119,7 @@ def test_a_forward_that_was_an_attribute_before_is_an_attribute_again():
     model = Doubled()
     hooked = lambda x: x - 1  # noqa: E731
     model.forward = hooked
-    wrap_forward(model, plus_one)
+    replace_forward(model, plus_one)
     assert model(torch.tensor(3.0)) == 3.0
     restore_forward(model)
     assert model.forward is hooked
@@ -128,7 +127,7 @@ def test_a_forward_that_was_an_attribute_before_is_an_attribute_again():
 
 def test_a_deep_copy_with_a_wrapped_forward_uses_its_own_weights():
     model = Doubled()
-    wrap_forward(model, plus_one)
+    replace_forward(model, plus_one)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.weight.fill_(10.0)
@@ -141,11 +140,11 @@ def test_a_deep_copy_with_a_wrapped_forward_uses_its_own_weights():
 
 def test_a_pickled_model_computes_as_its_class_and_can_be_wrapped_again():
     model = Doubled()
-    wrap_forward(model, plus_one)
+    replace_forward(model, plus_one)
     twin = pickle.loads(pickle.dumps(model))
     assert twin(torch.tensor(3.0)) == 6.0
     assert not has_wrapped_forward(twin)
-    wrap_forward(twin, plus_one)
+    replace_forward(twin, plus_one)
     assert twin(torch.tensor(3.0)) == 7.0
     restore_forward(twin)
     assert twin(torch.tensor(3.0)) == 6.0
@@ -154,7 +153,7 @@ def test_a_pickled_model_computes_as_its_class_and_can_be_wrapped_again():
 def test_a_compiled_model_is_wrapped_inside():
     model = Doubled()
     compiled = torch.compile(model, backend="eager")
-    wrap_forward(compiled, plus_one)
+    replace_forward(compiled, plus_one)
     assert compiled(torch.tensor(3.0)) == 7.0
     restore_forward(compiled)
     assert compiled(torch.tensor(3.0)) == 6.0
@@ -166,6 +165,6 @@ def test_the_signature_of_a_wrapped_forward_can_stay_visible(name: str):
     import functools
 
     model = Doubled()
-    wrap_forward(model, lambda forward: functools.wraps(forward)(lambda self, x, offset=0.0: x))
+    replace_forward(model, lambda forward: functools.wraps(forward)(lambda self, x, offset=0.0: x))
     assert name in inspect.signature(model.forward).parameters
     assert "self" not in inspect.signature(model.forward).parameters

@@ -20,8 +20,8 @@ from accel_bigmodel.placement import (
 )
 from accel_ops.tree import find_device, send_to_device
 from accel_ops.weights.tensors import (
+    get_non_persistent_buffers,
     named_module_tensors,
-    non_persistent_buffers,
 )
 from accel_state.torch_private import run_uncompiled
 
@@ -181,7 +181,7 @@ class AlignDevicesHook(ModelHook):
                 for name in tensors:
                     self._move(module, name)
             return module
-        stay = non_persistent_buffers(module, recurse=self.place_submodules)
+        stay = get_non_persistent_buffers(module, self.place_submodules, fqns=True)
         stay = stay if self.offload_buffers else buffers.keys() | stay
         offloaded = {name: tensor for name, tensor in tensors.items() if name not in stay}
         self.original_devices = {name: tensor.device for name, tensor in offloaded.items()}

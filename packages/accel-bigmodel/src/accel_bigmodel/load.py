@@ -36,7 +36,7 @@ from accel_ops.weights.mapped import can_replace_mapped
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import (
     check_tied_parameters_in_config,
-    non_persistent_buffers,
+    get_non_persistent_buffers,
     retie_parameters,
 )
 from accel_state.errors import CheckpointMismatchError, SettingsError, UnsupportedError, some_of
@@ -579,7 +579,7 @@ def load_checkpoint_and_dispatch(
 def _offload_unloaded(model: nn.Module, assignment: Assignment, index: Index) -> None:
     """Write tensors for the disk that are not in the checkpoint but have values in the model."""
     buffers = model.named_buffers() if assignment.offload_buffers else ()
-    passing = non_persistent_buffers(model, recurse=True)
+    passing = get_non_persistent_buffers(model, recurse=True, fqns=True)
     unloaded = {
         name: tensor
         for name, tensor in (*model.named_parameters(remove_duplicate=False), *buffers)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accel_ops.weights.tensors import non_persistent_buffers
+from accel_ops.weights.tensors import get_non_persistent_buffers
 from accel_state.errors import CheckpointError, some_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
         ['0.bias', '0.weight']
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    passing = non_persistent_buffers(model, recurse=True)
+    passing = get_non_persistent_buffers(model, recurse=True, fqns=True)
     buffers = model.named_buffers(remove_duplicate=False)
     return tensors | {name: buffer for name, buffer in buffers if name not in passing}
 

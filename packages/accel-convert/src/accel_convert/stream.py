@@ -30,7 +30,7 @@ from accel_state.torch_private import StorageInfo, flatten_state_dict
 from accel_state.unpickling import load_safely
 
 if TYPE_CHECKING:
-    from accel_ops.weights.safetensors_io import ByteSink
+    from _typeshed import SupportsWrite
 
 
 def read_lazily(folder: AnyPath, index: Metadata) -> tuple[dict[str, Any], list[str]]:
@@ -144,7 +144,7 @@ class FolderWriter:
 
     def write(
         self,
-        sink: ByteSink,
+        sink: SupportsWrite[Any],
         file: str,
         chunks_of: Callable[[tuple[str | int, ...], LazyTensor], Iterator[tuple[int, Tensor]]],
     ) -> None:
@@ -180,7 +180,7 @@ class FolderWriter:
             properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=lazy.dtype, device="cpu"))
             self._metadata[key] = TensorStorageMetadata(properties, torch.Size(lazy.shape), chunks)
 
-    def write_index(self, sink: ByteSink) -> None:
+    def write_index(self, sink: SupportsWrite[Any]) -> None:
         """Write the index, after the shards."""
         index = Metadata(
             state_dict_metadata=self._metadata,

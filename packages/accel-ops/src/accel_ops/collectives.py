@@ -242,19 +242,15 @@ def _agree(
         rows_differ: Sizes of dimension 0 need not agree.
 
     Returns:
-        The tensors by path, contiguous, on the device of the run, and in the same order on every rank; and if
-        rows differ, how many every rank has of each.
+        The tensors by path, contiguous, on the device of the run, and in the same order on every rank; and
+        the number of rows of each on every rank.
     """
     leaves: dict[str, Any] = dict(sorted(walk(data), key=itemgetter(0)))
     by_rank: list[list[int]] = []
     if not _is_alone(runtime):
-        shown = {path: _describe(leaf) for path, leaf in leaves.items()}
-        if rows_differ:
-            facts = {path: _describe(leaf, rows_differ=True) for path, leaf in leaves.items()}
-            own = [len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else 1 for leaf in leaves.values()]
-            by_rank = agree(runtime.collectives, call, facts, own, shown=shown)
-        else:
-            agree(runtime.collectives, call, shown)
+        facts = {path: _describe(leaf, rows_differ=rows_differ) for path, leaf in leaves.items()}
+        own = [len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else 1 for leaf in leaves.values()]
+        by_rank = agree(runtime.collectives, call, facts, own)
     for path, leaf in leaves.items():
         operation = call.partition("(")[0]
         if not isinstance(leaf, Tensor):
@@ -269,16 +265,16 @@ def _agree(
     return leaves, dict(zip(leaves, zip(*by_rank, strict=True), strict=False))
 
 
-def _describe(leaf: Any, *, rows_differ: bool = False) -> str:
-    """Describe a leaf, such as `float32[2, 3]`; with `rows_differ` its first size is left open."""
+def _describe(leaf: Any, *, rows_differ: bool) -> str:
+    """Describe a leaf, such as `float32[2, 3]`; with `rows_differ` as `float32[*, 3]`."""
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__
     if leaf.is_nested:
         return "a nested tensor"
-    shape: list[Any] = [*leaf.shape]
+    shape = [*map(str, leaf.shape)]
     if rows_differ and shape:
         shape[0] = "*"
-    return f"{str(leaf.dtype).removeprefix('torch.')}{shape}"
+    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}]"
 
 
 def _rebuild(data: T, results: Mapping[str, Tensor]) -> T:

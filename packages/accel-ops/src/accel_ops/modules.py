@@ -119,27 +119,10 @@ def model_has_dtensor(model: nn.Module) -> bool:
     return any(map(is_dtensor, model.parameters()))
 
 
-def wrap_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap a model's `forward`, at most once per model; `restore_forward` undoes it.
+def replace_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap a model's current `forward`, which may be wrapped already; `restore_forward` undoes all.
 
     A deep copy of the model has its own wrapped `forward`; a pickled copy has the `forward` of its class.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Identity()
-        >>> wrap_forward(model, lambda forward: lambda self, x: forward(self, x) + 1)
-        >>> model(1)
-        2
-        >>> restore_forward(model)
-        >>> model(1)
-        1
-    """
-    if not has_wrapped_forward(model):
-        replace_forward(model, around)
-
-
-def replace_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a model's current `forward`, even a wrapped one; `restore_forward` undoes both.
 
     Example:
         >>> import torch
@@ -174,14 +157,14 @@ def unbound_forward(model: nn.Module) -> Callable[..., Any]:
 
 
 def has_wrapped_forward(model: nn.Module) -> bool:
-    """Return whether `wrap_forward` has replaced the forward."""
+    """Return whether `replace_forward` has wrapped the forward."""
     inside = vars(without_compiler(model))
     forward = getattr(inside.get("forward"), "__func__", None)
     return _ORIGINAL in inside and forward is not type(without_compiler(model)).forward
 
 
 def restore_forward(model: nn.Module) -> None:
-    """Undo `wrap_forward` and `replace_forward`; any other model stays unchanged."""
+    """Undo `replace_forward`; any other model stays unchanged."""
     target = without_compiler(model)
     original = vars(target).pop(_ORIGINAL, None)
     if original is None:
@@ -311,7 +294,11 @@ def get_module_children_bottom_up(
         >>> [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)]
         ['0.0', '0', '1', '']
     """
-    named = list(_bottom_up(model, ""))
+    named: list[tuple[str, nn.Module]] = []
+    for name, child in model.named_children():
+        below = get_module_children_bottom_up(child, return_fqns=True)
+        named += [(f"{name}.{inner}" if inner else name, module) for inner, module in below]
+    named.append(("", model))
     return named if return_fqns else [module for _, module in named]
 
 
@@ -327,12 +314,6 @@ def is_peft_model(model: nn.Module) -> bool:
     return peft is not None and isinstance(
         extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel
     )
-
-
-def _bottom_up(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    for child_name, child in module.named_children():
-        yield from _bottom_up(child, f"{name}.{child_name}" if name else child_name)
-    yield name, module
 
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -358,14 +339,8 @@ def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
     return module
 
 
-def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile the regions of a DeepSpeed model; the same as `compile_regions`."""
-    compile_regions(module, **compile_kwargs)
-
-
-def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile the regions of an FSDP2 model; the same as `compile_regions`."""
-    compile_regions(module, **compile_kwargs)
+compile_regions_deepspeed = compile_regions_fsdp2 = compile_regions
+"""The same for models of these engines."""
 
 
 def regions(module: nn.Module) -> list[nn.Module]:

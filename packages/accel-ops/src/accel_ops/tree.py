@@ -467,30 +467,15 @@ def local_part(tensor: Tensor) -> Tensor:
         >>> local_part(whole) is whole
         True
     """
-    return local_parts([tensor])[0]
-
-
-def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's shards of several tensors; see `local_part`.
-
-    Example:
-        >>> import torch
-        >>> local_parts([torch.zeros(2)])
-        [tensor([0., 0.])]
-    """
-    module = sys.modules.get("torch.distributed.tensor")
-    each: Iterable[Any] = tensors
+    sharded: Any = tensor
     # `to_local()` would also wait for the tensor and record autograd.
-    return [
-        tensor._local_tensor if module is not None and isinstance(tensor, module.DTensor) else tensor
-        for tensor in each
-    ]
+    return sharded._local_tensor if is_dtensor(tensor) else tensor
 
 
 def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return this rank's shards of tensors, grouped by device, for operations on many tensors at once."""
     groups: dict[torch.device, list[Tensor]] = {}
-    for part in local_parts(tensors):
+    for part in map(local_part, tensors):
         groups.setdefault(part.device, []).append(part)
     return [*groups.values()]
 

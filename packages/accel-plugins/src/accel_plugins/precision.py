@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from accel_ops.modules import wrap_forward
+from accel_ops.modules import has_wrapped_forward, replace_forward
 from accel_ops.tree import convert_to_fp32, local_part, recursively_apply
 from accel_plugins.kwargs import AutocastKwargs, GradScalerKwargs
 from accel_state import hang_monitor
@@ -184,7 +184,8 @@ class MixedPrecision(PrecisionPolicy):
     def convert(self, bundle: Bundle) -> Bundle:
         """Wrap every model's `forward` in autocast, and convert its results to float32."""
         for model in () if self.dtype is None else bundle.models:
-            wrap_forward(model, self._around)
+            if not has_wrapped_forward(model):
+                replace_forward(model, self._around)
         if self.scaling is not None:
             self.scaling.add(bundle.optimizers)
         return bundle
@@ -252,7 +253,8 @@ class EnginePrecision(PrecisionPolicy):
     def convert(self, bundle: Bundle) -> Bundle:
         """Make every model's `forward` convert its inputs and outputs."""
         for model in bundle.models if self.name in DTYPES else ():
-            wrap_forward(model, self._around)
+            if not has_wrapped_forward(model):
+                replace_forward(model, self._around)
         return bundle
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -178,7 +178,7 @@ def refuse_unsupported(
         ),
         f"the compiler {compiler.value.lower()!r} of torch.compile (use 'openxla')": compiler
         not in _COMPILERS,
-        "debug mode (ACCELERATE_DEBUG_MODE), whose comparisons would execute every collective alone": (
+        "debug mode (ACCELERATE_DEBUG_MODE), whose comparisons would execute the recorded operations": (
             runtime.debug
         ),
     }

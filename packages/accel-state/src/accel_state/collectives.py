@@ -96,8 +96,6 @@ def agree(
     call: str,
     facts: Mapping[str, str] | None = None,
     value: Any = None,
-    *,
-    shown: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Compare the calls of all ranks, and exchange a value with each; over the host.
 
@@ -106,7 +104,6 @@ def agree(
         call: The operation and its arguments besides the data, such as `"reduce('sum', scale=1.0)"`.
         facts: What must agree of the data, by path.
         value: What the other ranks get to know.
-        shown: What a message shows of the data, by path; the facts, if `None`.
 
     Returns:
         The values of all ranks.
@@ -121,15 +118,14 @@ def agree(
     if all(other == digest for other, _ in answers):
         return [other for _, other in answers]
     location, _ = source_location(call_site(sys._getframe()))
-    calls = ranks.all_gather_object((location, call, facts, shown or facts))
-    is_same_call = len({text for _, text, *_ in calls}) == 1
-    known = [of_rank for _, _, of_rank, _ in calls]
+    calls = ranks.all_gather_object((location, call, facts))
+    is_same_call = len({text for _, text, _ in calls}) == 1
     rows = [("rank", "call site", "call", "data")]
-    for rank, (location, text, of_rank, described) in enumerate(calls):
+    for rank, (location, text, of_rank) in enumerate(calls):
         odd = [
-            f"data{path}: {described[path]}"
+            f"data{path}: {fact}"
             for path, fact in of_rank.items()
-            if not is_same_call or any(other.get(path) != fact for other in known)
+            if not is_same_call or any(others.get(path) != fact for *_, others in calls)
         ]
         more = f"; and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
         rows.append((str(rank), location, text, ("; ".join(odd[:_SHOWN]) or "-") + more))

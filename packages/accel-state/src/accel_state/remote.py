@@ -6,7 +6,6 @@ of its bytes, once its upload is completed. The back end of a store retries requ
 
 from __future__ import annotations
 
-import abc
 import errno
 import io
 import tempfile
@@ -233,16 +232,22 @@ def check_scheme(url: str, argument: str) -> None:
         ) from error
 
 
-class RangeFile(io.RawIOBase):
-    """A seekable file of `size` bytes, read by `read_at`."""
+class RemoteFile(io.RawIOBase):
+    """A file of an object store: small reads share blocks, and a large one is several concurrent requests.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    Attributes:
+        name: Its URL.
+        size: Its size in bytes when it was opened.
+    """
+
+    def __init__(self, path: RemotePath) -> None:
+        self.size = path.size()
         self._position = 0
-
-    @abc.abstractmethod
-    def read_at(self, view: memoryview, position: int) -> None:
-        """Fill a view with the bytes at a position."""
+        self.name = str(path)
+        self._fs, self._path = path.file_system()
+        with _named_errors(self.name):
+            self._blocks = self._fs.open(self._path, "rb", block_size=SMALL_BYTES, cache_type="blockcache")
+        self._guard = threading.Lock()
 
     def readable(self) -> bool:
         return True
@@ -259,23 +264,6 @@ class RangeFile(io.RawIOBase):
         self.read_at(view, self._position)
         self._position += len(view)
         return len(view)
-
-
-class RemoteFile(RangeFile):
-    """A file of an object store: small reads share blocks, and a large one is several concurrent requests.
-
-    Attributes:
-        name: Its URL.
-        size: Its size in bytes when it was opened.
-    """
-
-    def __init__(self, path: RemotePath) -> None:
-        super().__init__(path.size())
-        self.name = str(path)
-        self._fs, self._path = path.file_system()
-        with _named_errors(self.name):
-            self._blocks = self._fs.open(self._path, "rb", block_size=SMALL_BYTES, cache_type="blockcache")
-        self._guard = threading.Lock()
 
     def read_at(self, view: memoryview, position: int) -> None:
         """Fill a view with the bytes at a position; several threads may call it.

@@ -42,7 +42,7 @@ class Runtime:
 
     Args:
         backend: The process-group backend that moves the device's tensors; `None` with one process.
-        debug: Whether every collective first checks that all ranks make the same call.
+        debug: Whether `barrier` first checks that all ranks call it; other collectives always do.
         fork_launched: Whether this process was forked by a launcher that outlives it.
     """
 

@@ -43,6 +43,7 @@ NAMES = {
     # The keys of a checkpoint of nested names, and the rows of a folder's index.
     "flatten_state_dict": "torch.distributed.checkpoint._nested_dict:flatten_state_dict",
     "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
+    "create_file_view": "torch.distributed.checkpoint.utils:_create_file_view",
     # The public base class is abstract.
     "DefaultAllGather": "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather",
     # Create a DTensor without a collective; compute shape and offset of the shard of this rank, or of the

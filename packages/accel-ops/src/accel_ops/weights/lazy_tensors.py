@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import BufferedReader
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from accel_ops.tree import recursively_apply
-from accel_ops.weights.safetensors_io import ByteSink, SafetensorsFile, as_bytes, fill_from, make_header
+from accel_ops.weights.safetensors_io import SafetensorsFile, as_bytes, fill_from, make_header
 from accel_state.errors import CheckpointError, first_line
 from accel_state.frozen import frozen
-from accel_state.remote import AnyPath, RangeFile
-from accel_state.torch_private import FakeTensorMode
+from accel_state.remote import AnyPath
+from accel_state.torch_private import FakeTensorMode, create_file_view
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 
 @frozen
@@ -84,7 +86,7 @@ def lazy_safetensors(path: AnyPath) -> dict[str, LazyTensor]:
 
 def write_lazy_safetensors(
     tensors: Mapping[str, LazyTensor],
-    sink: ByteSink,
+    sink: SupportsWrite[Any],
     chunks_of: Callable[[str, LazyTensor], Iterator[tuple[int, Tensor]]],
 ) -> None:
     """Write a safetensors file in chunks of tensors.
@@ -97,10 +99,10 @@ def write_lazy_safetensors(
     Raises:
         CheckpointError: The format does not support a dtype.
     """
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    sink.write(make_header(((name, lazy.shape, lazy.dtype) for name, lazy in ordered), alignment=8)[0])
-    for name, lazy in ordered:
-        for _, rows in chunks_of(name, lazy):
+    header, spans = make_header({name: (lazy.shape, lazy.dtype) for name, lazy in tensors.items()})
+    sink.write(header)
+    for name in spans:
+        for _, rows in chunks_of(name, tensors[name]):
             sink.write(as_bytes(rows))
 
 
@@ -164,7 +166,7 @@ def lazy_torch_file(
     load = load or _load
     try:
         with path.open("rb") as opened:
-            file = opened if part is None else _FilePart(opened, *part)
+            file: Any = opened if part is None else create_file_view(opened, *part)
             if file.read(2) != b"PK":
                 raise ValueError("it was saved by a version of PyTorch before 1.6")
             file.seek(0)
@@ -185,40 +187,15 @@ def lazy_torch_file(
 
     def lazy(fake: Tensor) -> LazyTensor:
         storage: Any = fake.untyped_storage()
-        begin = start + storage._checkpoint_offset + int(fake.storage_offset()) * fake.dtype.itemsize
+        begin = start + _position(fake)
         identity = (str(path), storage._cdata, begin, tuple(fake.shape), fake.stride(), fake.dtype)
         return stored_tensor(read_into, begin, fake.shape, fake.dtype, fake.stride(), identity)
 
-    return recursively_apply(lazy, tree, test_type=lambda leaf: isinstance(leaf, Tensor))
+    return recursively_apply(lazy, tree)
 
 
 def _load(file: Any) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
-
-
-class _FilePart(RangeFile):
-    """A byte range of an open file, as a file."""
-
-    def __init__(self, file: BufferedReader, begin: int, size: int) -> None:
-        super().__init__(size)
-        self._file, self._begin = file, begin
-
-    def read_at(self, view: memoryview, position: int) -> None:
-        self._file.seek(self._begin + position)
-        if self._file.readinto(view) < len(view):
-            raise ValueError("it ends too early")
-
-
-def torch_file_layout(path: AnyPath) -> Any:
-    """Return the contents of a file of `torch.save` with each tensor replaced by its file offset."""
-    with path.open("rb") as file, FakeTensorMode():
-        tree = _load(file)
-
-    def position(fake: Tensor) -> int:
-        storage: Any = fake.untyped_storage()
-        return storage._checkpoint_offset + int(fake.storage_offset()) * fake.dtype.itemsize
-
-    return recursively_apply(position, tree, test_type=lambda leaf: isinstance(leaf, Tensor))
 
 
 def create_torch_file(path: Any, tree: Any) -> Any:
@@ -254,4 +231,11 @@ def create_torch_file(path: Any, tree: Any) -> Any:
         fakes = recursively_apply(fake, tree, test_type=lambda leaf: isinstance(leaf, LazyTensor))
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(fakes, path)
-    return torch_file_layout(path)
+    with FakeTensorMode():
+        return recursively_apply(_position, _load(path))
+
+
+def _position(fake: Tensor) -> int:
+    """Return the offset in its file of a tensor that was loaded as a fake one."""
+    storage: Any = fake.untyped_storage()
+    return storage._checkpoint_offset + int(fake.storage_offset()) * fake.dtype.itemsize

@@ -7,8 +7,6 @@ Linux rejects a file larger than the host's memory.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import logging
 import math
@@ -20,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from io import BufferedReader, FileIO
 from operator import index
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,9 +26,11 @@ from torch import Tensor
 from accel_ops.weights.mapped import can_replace_mapped
 from accel_ops.weights.tensors import is_dense, tensor_memory
 from accel_state.errors import CheckpointError, first_line, some_of
-from accel_state.files import libc
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemoteFile, RemotePath
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class SafetensorsFile:
     def read_into(self, target: Tensor, begin: int) -> None:
         """Fill a flat tensor of bytes with the file's bytes from `begin` on."""
         if isinstance(self.path, RemotePath):
-            self._remote.read_at(_memory_of(target), begin)
+            self._remote.read_at(as_bytes(target), begin)
             return
         if self._descriptor is not None:
             fill_from(self._descriptor, target, begin, self.path)
@@ -127,19 +127,9 @@ class SafetensorsFile:
             raise CheckpointError(f"{str(self.path)!r} was replaced while it was read; load it again")
 
     def read_ahead(self, names: Iterable[str]) -> None:
-        """Read tensors into the page cache; return when they are read (on older kernels: requested)."""
-        for begin, end in _page_runs(self.entries[name] for name in names):
-            self.read_ahead_bytes(begin, end)
-
-    def read_ahead_bytes(self, begin: int, end: int) -> None:
-        """Read bytes of the file, from a page boundary on, as `read_ahead` does."""
-        end = min(end, self.size)
-        if not self._populate(begin, end - begin):
-            self._advise(getattr(mmap, "MADV_WILLNEED", None), begin, end)
-
-    def evict_bytes(self, begin: int, end: int) -> None:
-        """Release the memory of bytes of the file, from a page boundary on; writes to them are lost."""
-        self._advise(getattr(mmap, "MADV_DONTNEED", None), begin, min(end, self.size))
+        """Read tensors into the page cache, by an access to each page; return when they are read."""
+        for name in names:
+            self.tensor(name).view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()
 
     def _mapping(self) -> mmap.mmap:
         if self._map is None and self._descriptor is not None:
@@ -148,19 +138,6 @@ class SafetensorsFile:
             with self.path.open("rb") as file:
                 self._map = _map_private(file.fileno(), self.size)
         return self._map
-
-    def _populate(self, begin: int, length: int) -> bool:
-        """Fault pages in, through ctypes, which releases the GIL; the mmap module does not."""
-        library = libc()
-        if library is None:
-            return False
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping(), begin))
-        return library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _POPULATE_READ) == 0
-
-    def _advise(self, advice: int | None, begin: int, end: int) -> None:
-        if advice is not None and hasattr(self._mapping(), "madvise"):
-            with contextlib.suppress(OSError):  # This kernel may not know the advice.
-                self._mapping().madvise(advice, begin, end - begin)
 
 
 @frozen
@@ -230,23 +207,6 @@ def _map_private(descriptor: int, size: int) -> mmap.mmap:
     return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
 
 
-def _page_runs(entries: Iterable[HeaderEntry]) -> list[tuple[int, int]]:
-    """Merge byte ranges into runs of pages, so that advice takes one call per run."""
-    page = mmap.PAGESIZE
-    runs: list[tuple[int, int]] = []
-    for entry in sorted(entries, key=lambda entry: entry.begin):
-        begin, end = entry.begin // page * page, -(-entry.end // page) * page
-        if runs and begin <= runs[-1][1]:
-            runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
-        elif entry.nbytes:
-            runs.append((begin, end))
-    return runs
-
-
-# mmap.MADV_POPULATE_READ is missing before Python 3.14; Linux 5.14 and later support it.
-_POPULATE_READ = 22
-
-
 _READ_SIZE = 16 << 20
 
 
@@ -258,9 +218,9 @@ def fill_from(file: BufferedReader | FileIO | int, target: Tensor, begin: int, p
     Raises:
         CheckpointError: The file ends before the tensor is full.
     """
-    count, done = target.numel(), 0
-    view = _memory_of(target)
-    while done < count:
+    done = 0
+    view = as_bytes(target)
+    while done < len(view):
         part = view[done : done + _READ_SIZE]
         if isinstance(file, int):
             got = os.preadv(file, [part], begin + done)
@@ -270,10 +230,6 @@ def fill_from(file: BufferedReader | FileIO | int, target: Tensor, begin: int, p
         if not got:
             raise CheckpointError(f"{str(path)!r} ends at byte {begin + done}; fetch it again")
         done += got
-
-
-def _memory_of(target: Tensor) -> memoryview:
-    return memoryview((ctypes.c_char * target.numel()).from_address(target.data_ptr())).cast("B")
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -317,12 +273,12 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     return cleaned
 
 
-def write_safetensors(tensors: Mapping[str, Tensor], sink: ByteSink) -> None:
+def write_safetensors(tensors: Mapping[str, Tensor], sink: SupportsWrite[Any]) -> None:
     """Write tensors as one safetensors file.
 
     Args:
         tensors: Name to tensor, without shared memory; see `clean_state_dict_for_safetensors`.
-        sink: Receives the bytes in order, each tensor in one call.
+        sink: Such as a binary file. It gets each tensor in one call; its memory may change afterwards.
 
     Raises:
         CheckpointError: A value is not a dense tensor, or the format does not support its dtype.
@@ -334,21 +290,13 @@ def write_safetensors(tensors: Mapping[str, Tensor], sink: ByteSink) -> None:
         >>> safetensors.torch.load(stream.getvalue())
         {'weight': tensor([1., 1.])}
     """
-    # Large elements first, so that every tensor is aligned to its element size.
-    ordered = sorted(tensors.items(), key=lambda item: -_check_writable(*item).dtype.itemsize)
-    rows = ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in ordered)
-    sink.write(make_header(rows, alignment=8)[0])
-    for _, tensor in ordered:
-        if tensor.numel():
-            sink.write(as_bytes(tensor.detach().cpu()))
-
-
-class ByteSink(Protocol):
-    """A writer of bytes, such as a binary file."""
-
-    def write(self, data: Any, /) -> object:
-        """Write an object with the buffer interface; its memory may change afterwards."""
-        ...
+    for name, value in tensors.items():
+        _check_writable(name, value)
+    header, spans = make_header({name: (tuple(value.shape), value.dtype) for name, value in tensors.items()})
+    sink.write(header)
+    for name in spans:
+        if tensors[name].numel():
+            sink.write(as_bytes(tensors[name].detach().cpu()))
 
 
 def create_safetensors(
@@ -373,9 +321,8 @@ def create_safetensors(
         tensor([0.5000, 0.5000])
         {'a': tensor([0.5000, 0.5000])}
     """
-    ordered = sorted(rows.items(), key=lambda item: -item[1][1].itemsize)
-    header, spans = make_header(((name, shape, dtype) for name, (shape, dtype) in ordered), alignment=16)
-    size = spans[-1][1] if spans else len(header)
+    header, spans = make_header(rows)
+    size = max((end for _, end in spans.values()), default=len(header))
     with path.open("xb") as file:
         file.write(header)
         file.flush()
@@ -386,46 +333,47 @@ def create_safetensors(
             os.truncate(file.fileno(), size)
     everything = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
     return {
-        name: everything[begin:end].view(dtype).view(shape)
-        for (name, (shape, dtype)), (begin, end) in zip(ordered, spans, strict=True)
+        name: everything[begin:end].view(rows[name][1]).view(rows[name][0])
+        for name, (begin, end) in spans.items()
     }
 
 
 def make_header(
-    rows: Iterable[tuple[str, tuple[int, ...], torch.dtype]], *, alignment: int
-) -> tuple[bytes, list[tuple[int, int]]]:
-    """Create the header of a file of consecutive tensors.
-
-    Args:
-        rows: Name, shape and dtype of each, in the order of the file.
-        alignment: The bytes before the first tensor are a multiple of it.
+    rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """Create the header of a file of tensors, from their shapes and dtypes.
 
     Returns:
-        The bytes before the tensors; and begin and end of each tensor, from the start of the file.
+        The bytes before the tensors; and begin and end of each tensor, in the order of the file.
 
     Raises:
         CheckpointError: The format does not support a dtype or name.
     """
     # transformers and other libraries require this metadata.
     table: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    spans: list[tuple[int, int]] = []
+    spans: dict[str, tuple[int, int]] = {}
     end = 0
-    for name, shape, dtype in rows:
+    # Large elements first, so that every tensor is aligned to its element size.
+    for name, (shape, dtype) in sorted(rows.items(), key=lambda row: -row[1][1].itemsize):
         if name == _METADATA:
             raise CheckpointError(f"safetensors have no room for a tensor of the name {name!r}; rename it.")
         if dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"safetensors have no element type for {name!r}, which is {dtype}.")
+            raise CheckpointError(
+                f"safetensors have no element type for {name!r}, which is {dtype}; pass "
+                "safe_serialization=False."
+            )
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         counts = [*shape[:-1], shape[-1] * 2] if DTYPE_NAMES[dtype] == "F4" else [*shape]
         table[name] = {"dtype": DTYPE_NAMES[dtype], "shape": counts, "data_offsets": [begin, end]}
-        spans.append((begin, end))
+        spans[name] = begin, end
     header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-(len(header) + 8) % alignment)
+    header += b" " * (-len(header) % 8)
     start = 8 + len(header)
-    return len(header).to_bytes(8, "little") + header, [(start + begin, start + end) for begin, end in spans]
+    content = len(header).to_bytes(8, "little") + header
+    return content, {name: (start + begin, start + end) for name, (begin, end) in spans.items()}
 
 
-def _check_writable(name: str, value: object) -> Tensor:
+def _check_writable(name: str, value: object) -> None:
     if not is_dense(value) or value.is_quantized or value.is_meta:
         kind = type(value).__name__
         if isinstance(value, Tensor):
@@ -434,12 +382,6 @@ def _check_writable(name: str, value: object) -> Tensor:
             f"safetensors hold dense tensors with values; {name!r} is a {kind}. Keep it out of the state "
             "dict, or pass safe_serialization=False."
         )
-    if value.dtype not in DTYPE_NAMES:
-        raise CheckpointError(
-            f"safetensors have no element type for {name!r}, which is {value.dtype}; pass "
-            "safe_serialization=False."
-        )
-    return value
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

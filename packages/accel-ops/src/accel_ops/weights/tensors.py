@@ -35,28 +35,10 @@ def named_module_tensors(
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
         return
-    absent = non_persistent_buffers(module, recurse=recurse) if remove_non_persistent else set[str]()
+    absent = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set[str]()
     for name, buffer in module.named_buffers(recurse=recurse):
         if name not in absent:
             yield name, buffer
-
-
-def non_persistent_buffers(module: nn.Module, *, recurse: bool = False) -> set[str]:
-    """Name the buffers that `module.state_dict()` leaves out.
-
-    Example:
-        >>> import torch
-        >>> module = torch.nn.Module()
-        >>> module.register_buffer("cache", torch.zeros(1), persistent=False)
-        >>> non_persistent_buffers(module)
-        {'cache'}
-    """
-    modules = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, submodule in modules
-        for name in submodule._non_persistent_buffers_set
-    }
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
@@ -66,9 +48,20 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
         module: The module.
         recurse: Whether submodules are visited.
         fqns: Whether names of submodules' buffers have their dotted prefix.
+
+    Example:
+        >>> import torch
+        >>> module = torch.nn.Module()
+        >>> module.register_buffer("cache", torch.zeros(1), persistent=False)
+        >>> get_non_persistent_buffers(module)
+        {'cache'}
     """
-    names = non_persistent_buffers(module, recurse=recurse)
-    return names if fqns else {name.rpartition(".")[2] for name in names}
+    modules = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
+    return {
+        f"{prefix}.{name}" if fqns and prefix else name
+        for prefix, submodule in modules
+        for name in submodule._non_persistent_buffers_set
+    }
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:

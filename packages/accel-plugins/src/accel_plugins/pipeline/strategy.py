@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_ops.modules import model_has_dtensor, replace_forward, without_compiler
-from accel_ops.tree import by_device, local_parts
+from accel_ops.tree import by_device, local_part
 from accel_plugins.fsdp.blocks import fsdp2_prepare_auto_wrap_policy, modules_named
 from accel_plugins.fsdp.fsdp2 import FullSharding, MeshStrategy, check_version, full_sharding
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
@@ -213,7 +213,7 @@ def add_shared_gradients(prepared: PreparedPipeline) -> None:
         own = parameter.grad
         if prepared.is_tensor_parallel:
             own = gather_full_tensor(own, pipeline.device)
-        (own,) = local_parts([own])
+        own = local_part(own)
         own = own.to(pipeline.device).contiguous()  # it may be offloaded to the CPU
         parts = {rank: torch.empty_like(own) for rank in ranks if rank != pipeline.rank}
         operations = [
@@ -232,7 +232,7 @@ def add_shared_gradients(prepared: PreparedPipeline) -> None:
         if prepared.is_tensor_parallel:
             parameter.grad = shard_like(total, parameter)
         else:
-            local_parts([parameter.grad])[0].copy_(total)
+            local_part(parameter.grad).copy_(total)
 
 
 @frozen

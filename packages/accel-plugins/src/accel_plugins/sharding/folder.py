@@ -48,7 +48,7 @@ from accel_state.torch_private import StorageInfo, flatten_state_dict
 from accel_state.unpickling import load_safely
 
 if TYPE_CHECKING:
-    from accel_ops.weights.safetensors_io import ByteSink
+    from _typeshed import SupportsWrite
 
 
 class ShardWriter:
@@ -77,7 +77,7 @@ class ShardWriter:
         values = (self._planner.resolve_data(item) for item in self._plan.items)
         return [value.getvalue() if isinstance(value, io.BytesIO) else value.detach() for value in values]
 
-    def write_shards(self, values: Sequence[Tensor | bytes], sink: ByteSink) -> None:
+    def write_shards(self, values: Sequence[Tensor | bytes], sink: SupportsWrite[Any]) -> None:
         """Write this rank's file of shards, given the result of `local_values` or a copy of it."""
         counting: Any = _CountingSink(sink)
         self._results = []
@@ -91,7 +91,7 @@ class ShardWriter:
             stored = StorageInfo(self._file, begin, length)
             self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=stored))
 
-    def write_local_metadata(self, values: object, sink: ByteSink) -> None:
+    def write_local_metadata(self, values: object, sink: SupportsWrite[Any]) -> None:
         """Write this rank's metadata file; call it after `write_shards`."""
         del values
         sink.write(pickle.dumps((self._plan, self._results)))
@@ -100,7 +100,7 @@ class ShardWriter:
 class _CountingSink:
     """Sink that counts the bytes written to it."""
 
-    def __init__(self, sink: ByteSink) -> None:
+    def __init__(self, sink: SupportsWrite[Any]) -> None:
         self._sink = sink
         self.size = 0
 

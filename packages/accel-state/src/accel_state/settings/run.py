@@ -184,12 +184,12 @@ class ProcessSettings:
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") == "NO",
     )
     debug: bool = setting(
-        help="Check before every collective that all ranks make the same call.",
+        help="Compare the calls of all ranks also in wait_for_everyone; other collectives always do.",
         default=False,
         variable="ACCELERATE_DEBUG_MODE",
         flags=("--debug",),
         key="debug",
-        question="Check before every collective that all ranks make the same call? (for debugging; slower)",
+        question="Compare the calls of all ranks also in wait_for_everyone? (for debugging)",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") != "NO",
     )
     torch_device: str | None = setting(

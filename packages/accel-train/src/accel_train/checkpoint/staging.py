@@ -7,12 +7,12 @@ import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from accel_ops.weights.safetensors_io import ByteSink, clean_state_dict_for_safetensors, write_safetensors
+from accel_ops.weights.safetensors_io import clean_state_dict_for_safetensors, write_safetensors
 from accel_state.device_kinds import WITHOUT_STORAGE
 from accel_state.errors import CheckpointError
 from accel_state.libraries import is_torch_version
@@ -20,6 +20,9 @@ from accel_state.remote import AnyPath
 from accel_state.streams import DeviceStreams, device_streams, pinned_if_possible
 from accel_state.unpickling import load_safely
 from accel_train.checkpoint.stores import on_disk
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 _BLOCK = 64 << 20  # bytes of host memory that are allocated at once, unless a storage is larger
 _ALIGNMENT = 64
@@ -180,7 +183,7 @@ def _tensors_in(tree: Any, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors_in(value, seen)
 
 
-def write_weights(state: Mapping[str, Any], sink: ByteSink, *, safe: bool) -> None:
+def write_weights(state: Mapping[str, Any], sink: SupportsWrite[Any], *, safe: bool) -> None:
     """Write the state dict of a model."""
     if safe:
         write_safetensors(clean_state_dict_for_safetensors(state), sink)
