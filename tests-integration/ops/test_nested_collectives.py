@@ -136,7 +136,7 @@ def test_structures_that_differ_are_an_error_on_every_rank(what: str) -> None:
     mine = other if rank == 2 else {"x": torch.ones(2, 3)}
     for _ in range(2):
         with pytest.raises(
-            DistributedOperationException, match=r"0 .*data\['x'\]: float32\[2, 3\]\n1 .*\n2 "
+            DistributedOperationException, match=r"0 .*data\['x'\]: float32\[\*, 3\]\n1 .*\n2 "
         ):
             gather(mine)
         assert gather(torch.tensor(rank)).tolist() == [0, 1, 2, 3]
@@ -210,7 +210,7 @@ def test_a_table_shows_where_each_rank_is_and_what_it_calls() -> None:
     with pytest.raises(DistributedOperationException) as error:
         gather(tree) if rank == 0 else reduce(tree)
     rows = str(error.value).splitlines()[-2:]
-    assert all("test_nested_collectives.py:" in row and "data['x']: float32[2, 3]" in row for row in rows)
+    assert all("test_nested_collectives.py:" in row and "data['x']: float32[" in row for row in rows)
     assert "gather" in rows[0]
     assert "reduce" in rows[1]
     with pytest.raises(DistributedOperationException, match="different operations"):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from accel_ops.weights.layout import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accel_ops.weights.read import find_checkpoint_files, load, load_state_dict
-from accel_ops.weights.write import save, save_state_dict, save_state_parts
+from accel_ops.weights.write import save, save_state_dict
 from accel_state.errors import CheckpointError
 
 
@@ -45,7 +45,7 @@ def test_a_state_dict_in_parts_is_written_as_it_is_whole(tmp_path, safe):
     parts = ({name: tensors[name] for name in own} for own in names)
     options = {"max_shard_size": 64, "safe_serialization": safe}
     whole = save_state_dict(tensors, tmp_path / "whole", **options)
-    assert save_state_parts(parts, tmp_path / "parts", **options) == whole
+    assert save_state_dict(parts, tmp_path / "parts", **options) == whole
     files = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == files
     assert len(files) == 4, "three shards and their index"
@@ -74,7 +74,7 @@ def test_no_more_is_held_than_a_file_and_a_part(sizes, limit):
             del made
 
     with tempfile.TemporaryDirectory() as folder:
-        save_state_parts(parts(), folder, max_shard_size=limit)
+        save_state_dict(parts(), folder, max_shard_size=limit)
     assert max(most) <= max(limit, 4 * max(sizes)) + 4 * max(sizes)
 
 
@@ -88,7 +88,7 @@ def test_parts_that_break_off_leave_the_earlier_files(tmp_path):
         raise OSError("no more")
 
     with pytest.raises(OSError, match="no more"):
-        save_state_parts(parts(), tmp_path, max_shard_size=32)
+        save_state_dict(parts(), tmp_path, max_shard_size=32)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -280,7 +280,6 @@ def infer_auto_device_map(
         placed = assign_by_size(units, depths, placed, machine)
     keys: list[DeviceKey] = [*devices, "disk"]
     _warn_of_buffers(units, placed, machine)
-    _log_unused(units, placed, machine, keys)
     where = [0] * len(layers.names)
     for members, device in zip(units.members, placed, strict=True):
         for layer in members:
@@ -373,22 +372,6 @@ def _warn_of_buffers(units: PlacementUnits, placed: Sequence[int], machine: Devi
             f"The buffers of offloaded layers need {convert_bytes(buffers)} on the main device, which "
             "does not have enough memory: pass offload_buffers=True.",
             stacklevel=3,
-        )
-
-
-def _log_unused(
-    units: PlacementUnits, placed: Sequence[int], machine: DeviceBudgets, keys: Sequence[DeviceKey]
-) -> None:
-    """Log the memory that each accelerator without a layer would need for the next layer."""
-    for device in range(machine.executors):
-        later = [index for index, where in enumerate(placed) if where > device and units.sizes[index]]
-        if device in placed or not later:
-            continue
-        largest = max((units.totals[index] for index in later[1:]), default=0)
-        _log.info(
-            "No layer was placed on device %s: with its reserve, the next layer needs %s.",
-            keys[device],
-            convert_bytes(units.sizes[later[0]] + largest),
         )
 
 

@@ -201,8 +201,7 @@ def disk_offload(
 ) -> M:
     """Keep the weights of a model on the disk, and copy those of each block to a device for its forward.
 
-    The next block is prefetched while the current one computes. Parameters of modules above blocks stay on
-    the device.
+    Apart from the folder, blocks and arguments are as in `cpu_offload`.
 
     Args:
         model: The model.

@@ -230,9 +230,7 @@ class UserCpuOffloadHook:
 
 def default_device() -> torch.device:
     """Return the default device: the accelerator, else the CPU."""
-    if torch.accelerator.is_available():
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
-    return torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (

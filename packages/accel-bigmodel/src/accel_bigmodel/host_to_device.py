@@ -104,11 +104,6 @@ class HostToDevice:
             slot.copied.record(self.stream)
 
 
-def power_of_two(nbytes: int) -> int:
-    """Round up to a power of two, as torch does when it pins memory."""
-    return 1 << max(0, nbytes - 1).bit_length()
-
-
 @dataclass(frozen=True, slots=True)
 class _Slot:
     """A staging buffer, and the event of the last copy from it."""

@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _HOST_TYPES = ("cpu", "meta")
-UPLOAD_BATCH = 512 << 20
-"""Bytes that are uploaded at a time."""
-
 How = Literal["map", "cast", "read", "pinned", "copy", "in place", "broadcast", "quantize"]
 """How a tensor is loaded: mapped; read and cast; read; through pinned buffers; copied; left in its file;
 from rank 0; as a part of a quantised weight."""
@@ -188,12 +185,15 @@ def assign(
     """
     quantizer, waiting = assignment.quantizer, Counter(step.name for step in steps if step.how == "quantize")
     spilled = ""
+    pinned: dict[torch.device, dict[str, torch.dtype]] = {}
+    for step in steps:
+        if step.how == "pinned" and step.device is not None:
+            pinned.setdefault(torch.device(step.device), {})[step.key] = step.dtype
     uploaded: dict[str, Tensor] = {}
-    batches = _upload_batches(steps)
+    for device, dtypes in pinned.items():
+        uploaded |= source.upload(dtypes, device)
     with contextlib.ExitStack() as folders:  # mapped files stay readable when their folder is removed
         for step in steps:
-            if step.key in batches:
-                uploaded.update(source.upload(*batches[step.key]))
             if quantizer is not None and step.how == "quantize":
                 parts.setdefault(step.name, {})[step.key] = source.get(step.key)
                 waiting[step.name] -= 1
@@ -252,24 +252,6 @@ def _how(source: Source, device: Device | None, *, cast: bool) -> How:
     if device is None or not source.mapped:
         return "read"
     return "cast" if cast else "map"
-
-
-def _upload_batches(
-    steps: Sequence[AssignStep],
-) -> dict[str, tuple[dict[str, torch.dtype], torch.device]]:
-    """Group tensors into upload batches: the first tensor of a batch to all its tensors, and their device."""
-    batches: dict[str, tuple[dict[str, torch.dtype], torch.device]] = {}
-    current: dict[str, torch.dtype] = {}
-    size, device = 0, None
-    for step in steps:
-        if step.how != "pinned" or step.device is None:
-            continue
-        if not current or step.device != device or size + step.nbytes > UPLOAD_BATCH:
-            current, size, device = {}, 0, step.device
-            batches[step.key] = current, torch.device(step.device)
-        current[step.key] = step.dtype
-        size += step.nbytes
-    return batches
 
 
 def _put(model: nn.Module, step: AssignStep, value: Tensor, assignment: Assignment) -> None:
@@ -512,24 +494,21 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: The model, usually a meta model.
-        checkpoint: A weight file, an index file, a folder with one of them (each also as an fsspec URL, such
-            as `"s3://bucket/model"`), or the id of a model on the hub.
+        checkpoint: As in `load_checkpoint_in_model`.
         device_map: Module or tensor name to device; or `"auto"`, `"balanced"`, `"balanced_low_0"` or
             `"sequential"` to infer a map. Without a map weights are loaded, and the model is not dispatched.
         max_memory: The limit of each device for an inferred map.
         no_split_module_classes: Classes whose modules an inferred map does not split.
         offload_folder: The folder of the index and weights on the disk. A safetensors checkpoint needs
             none: its weights are read in place.
-        offload_buffers: Whether buffers of offloaded modules are offloaded too.
-        dtype: The dtype of floating-point weights; by default the dtype of the model's tensors. Without a
-            device map, tensors of the model that are not on the meta device keep their dtype.
-        offload_state_dict: Keep CPU tensors that cannot be mapped in temporary files; by default if part of
-            the model is on the disk.
-        skip_keys: Keyword arguments that are not moved between devices.
-        preload_module_classes: Classes whose modules load all of their submodules at once.
-        force_hooks: Attach hooks even if all modules are on one device.
+        offload_buffers: As in `dispatch_model`.
+        dtype: As in `load_checkpoint_in_model`.
+        offload_state_dict: As in `load_checkpoint_in_model`; by default if part of the model is on the disk.
+        skip_keys: As in `dispatch_model`.
+        preload_module_classes: As in `dispatch_model`.
+        force_hooks: As in `dispatch_model`.
         strict: Raise on missing or unexpected tensors; by default they are logged.
-        full_state_dict: Whether the checkpoint holds full tensors; otherwise each rank's shards.
+        full_state_dict: As in `load_checkpoint_in_model`.
         broadcast_from_rank0: Rank 0 reads and sends tensors to the others, which need no file.
         report: Measure the load, log a `LoadReport`, and set it as the model's `load_report`.
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.align import AlignDevicesHook, OffloadedTensor, align_hooks_of
-from accel_bigmodel.host_to_device import SLOT_BYTES, HostToDevice, available_host_memory, power_of_two
+from accel_bigmodel.host_to_device import HostToDevice, available_host_memory
 from accel_bigmodel.offload import OffloadedWeightsLoader, StoredTensor
 from accel_bigmodel.sizes import CONTAINERS
 from accel_ops.weights.safetensors_io import SafetensorsFile
@@ -100,9 +100,7 @@ class StreamedBlocks:
         self._released: list[torch.Event] = []
         self._pipeline: HostToDevice | None = None
         if self.streams is not None:
-            largest = max((stored.nbytes for unit in self._all for _, stored, _ in unit.tensors), default=0)
-            slot_bytes = min(SLOT_BYTES, power_of_two(max(_ALIGNMENT, largest)))
-            self._pipeline = HostToDevice(self.streams, slot_bytes=slot_bytes)
+            self._pipeline = HostToDevice(self.streams)
             self._pin(self.streams)
         self._start_thread()
 
@@ -296,7 +294,7 @@ class StreamedBlocks:
         budget = int(available_host_memory() * _PINNED_SHARE)
         self._weights.state_dict = state = dict(self._weights.state_dict)
         for unit in self._all:
-            size = power_of_two(unit.nbytes)  # as torch takes it
+            size = 1 << max(0, unit.nbytes - 1).bit_length()  # torch pins powers of two
             names = {name for held, _, _ in unit.tensors for name in held}
             if size > budget or not names <= state.keys():
                 continue

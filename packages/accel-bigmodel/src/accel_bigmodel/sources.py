@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, distributed
 
-from accel_bigmodel.host_to_device import SLOT_BYTES, HostToDevice, power_of_two, upload
+from accel_bigmodel.host_to_device import HostToDevice, upload
 from accel_ops.weights.layout import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -69,46 +69,30 @@ class Source(Protocol):
         """
 
 
-class Pipelines:
-    """The copy pipelines of one load: one per device, shared by all files."""
-
-    def __init__(self) -> None:
-        self._largest = 16  # the largest element
-        self._made: dict[torch.device, HostToDevice | None] = {}
-
-    def fit(self, nbytes: int) -> None:
-        """Size the staging buffers for tensors of `nbytes`; to be called before any pipeline is created."""
-        self._largest = max(self._largest, nbytes)
-
-    def to(self, device: torch.device) -> HostToDevice | None:
-        """Return the pipeline to a device, or None for a device without streams."""
-        if device not in self._made:
-            streams = device_streams(device)
-            size = min(SLOT_BYTES, power_of_two(self._largest))
-            self._made[device] = None if streams is None else HostToDevice(streams, slot_bytes=size)
-        return self._made[device]
-
-
 class SafetensorsSource(Source):
-    """A safetensors file: mapped, or read in large chunks (Windows) or by ranges (store)."""
+    """A safetensors file: mapped, or read in large chunks (Windows) or by ranges (store).
 
-    def __init__(self, path: AnyPath, pipelines: Pipelines | None = None) -> None:
+    `pipelines` are those of the load by device, which its files share.
+    """
+
+    def __init__(self, path: AnyPath, pipelines: dict[torch.device, HostToDevice] | None = None) -> None:
         self.path = path
         self.in_place = isinstance(path, Path)
         self.file = SafetensorsFile(path)
         self.tensors = {name: (entry.shape, entry.dtype) for name, entry in self.file.entries.items()}
         self.mapped = isinstance(path, Path) and can_replace_mapped()
-        self._pipelines = Pipelines() if pipelines is None else pipelines
-        self._pipelines.fit(max((entry.nbytes for entry in self.file.entries.values()), default=0))
+        self._pipelines = {} if pipelines is None else pipelines
 
     def get(self, name: str) -> Tensor:
         return self.file.tensor(name) if self.mapped else self.file.read(name)
 
     def upload(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
-        pipeline = self._pipelines.to(device)
-        if pipeline is None:
+        streams = device_streams(device)
+        if streams is None:
             return {name: self.file.read(name).to(dtype).to(device) for name, dtype in dtypes.items()}
-        return upload(self.file, dtypes, pipeline)
+        if device not in self._pipelines:
+            self._pipelines[device] = HostToDevice(streams)
+        return upload(self.file, dtypes, self._pipelines[device])
 
     def check_unchanged(self) -> None:
         self.file.check_unchanged()
@@ -150,7 +134,7 @@ def open_checkpoint(checkpoint: str | os.PathLike[str]) -> list[Source]:
         FileNotFoundError: The path does not exist, and it is not the id of a model.
     """
     files = find_checkpoint_files(local_checkpoint(checkpoint))
-    pipelines = Pipelines()
+    pipelines: dict[torch.device, HostToDevice] = {}
     sources = {
         path: SafetensorsSource(path, pipelines) if path.suffix == SAFETENSORS_SUFFIX else BinSource(path)
         for path in files.files

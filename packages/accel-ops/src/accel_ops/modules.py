@@ -123,17 +123,6 @@ def replace_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Cal
     """Wrap a model's current `forward`, which may be wrapped already; `restore_forward` undoes all.
 
     A deep copy of the model has its own wrapped `forward`; a pickled copy has the `forward` of its class.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Identity()
-        >>> for number in (1, 2):
-        ...     replace_forward(model, lambda forward: lambda self, x: forward(self, x) + 1)
-        >>> model(1)
-        3
-        >>> restore_forward(model)
-        >>> model(1)
-        1
     """
     target = without_compiler(model)
     if not has_wrapped_forward(target):
@@ -181,14 +170,6 @@ def replaced_attributes(owner: Any, values: Mapping[str, Any]) -> Generator[None
 
     They are set in its `__dict__`, which takes precedence over methods of the class and over parameters and
     submodules of an `nn.Module`.
-
-    Example:
-        >>> model = nn.Identity()
-        >>> with replaced_attributes(model, {"forward": lambda value: -value}):
-        ...     model(1)
-        -1
-        >>> model(1)
-        1
     """
     own = vars(owner)
     before = {name: own[name] for name in values if name in own}
@@ -349,12 +330,6 @@ def regions(module: nn.Module) -> list[nn.Module]:
     Regions are the outermost repeated modules, that is, modules of the same class in one container; and, of
     the other modules, the largest ones without repeated blocks. Single layers of `torch.nn` are skipped: they
     do not get faster, and count towards the compiler's limit of variants.
-
-    Example:
-        >>> class Block(nn.Module): ...
-        >>> model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "blocks": nn.ModuleList([Block(), Block()])})
-        >>> [type(region).__name__ for region in regions(model)]
-        ['Block', 'Block']
     """
     blocks = {id(block) for container in module.modules() for block in _repeated(container)}
     if not blocks:

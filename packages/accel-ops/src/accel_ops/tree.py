@@ -447,26 +447,13 @@ def convert_outputs_to_fp32(model_forward: Callable[P, T]) -> Callable[P, T]:
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether a value is a `DTensor`.
-
-    Example:
-        >>> import torch
-        >>> is_dtensor(torch.zeros(1))
-        False
-    """
+    """Return whether a value is a `DTensor`."""
     module = sys.modules.get("torch.distributed.tensor")  # there is no DTensor before this import
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a `DTensor`, sharing its memory; return any other tensor unchanged.
-
-    Example:
-        >>> import torch
-        >>> whole = torch.zeros(2)
-        >>> local_part(whole) is whole
-        True
-    """
+    """Return this rank's shard of a `DTensor`, sharing its memory; return any other tensor unchanged."""
     sharded: Any = tensor
     # `to_local()` would also wait for the tensor and record autograd.
     return sharded._local_tensor if is_dtensor(tensor) else tensor

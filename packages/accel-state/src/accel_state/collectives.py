@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -155,31 +154,25 @@ class SingleCollectives:
         out.view(-1).copy_(tensor.view(-1))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        del tensor
-        self._check(src)
+        """Do nothing: the tensor is that of the only rank."""
 
     def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
-        self._check(src)
+        del src
         if parts is not None and parts[0] is not out:
             out.copy_(parts[0])
         return _wait_for_nothing
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
-        del tensor, op
+        """Do nothing: the tensor is the sum."""
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [obj]
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
-        del objects
-        self._check(src)
+        """Do nothing: the objects are those of the only rank."""
 
     def barrier(self) -> None:
         """Do nothing: there is no other rank."""
-
-    def _check(self, src: int) -> None:
-        if src != 0:
-            raise ValueError(f"There is no rank {src!r} to broadcast from: this process is alone.")
 
 
 def _wait_for_nothing() -> None:
@@ -227,37 +220,32 @@ class TorchCollectives:
         self.world_size: int = dist.get_world_size()
 
     def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
-        if self._is_sent_unchanged(tensor):
-            with collective_scope("all_gather"):
-                dist.all_gather_into_tensor(out.view(-1), tensor.view(-1))
-            return
         if tensor.numel() == 0:
             return
-        with (
-            collective_scope("all_gather"),
-            self._transferable(out) as target,
-            self._transferable(tensor) as source,
-        ):
-            resolved = source.resolve_conj() if source.is_complex() else source
+        with collective_scope("all_gather"):
+            target, source = self._transferable(out), self._transferable(tensor).resolve_conj()
             # Flat, since backends differ in which shapes of `out` they take.
-            dist.all_gather_into_tensor(_as_sendable(target.view(-1)), _as_sendable(resolved.view(-1)))
+            dist.all_gather_into_tensor(_as_sendable(target.view(-1)), _as_sendable(source.view(-1)))
+            if target is not out:
+                out.copy_(target)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        if self._is_sent_unchanged(tensor):
-            with collective_scope("broadcast"):
-                dist.broadcast(tensor, src=src)
-            return
         if tensor.numel() == 0:
             return
-        with collective_scope("broadcast"), self._transferable(tensor) as buffer:
+        with collective_scope("broadcast"):
+            buffer = self._transferable(tensor)
             dist.broadcast(_as_sendable(buffer), src=src)
+            if buffer is not tensor:
+                tensor.copy_(buffer)
 
     def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
         if out.numel() == 0:
             return _wait_for_nothing
         if out.device.type not in self._device_types:
-            with collective_scope("scatter"), self._staged(out) as target:
+            with collective_scope("scatter"):
+                target = self._transferable(out)
                 dist.scatter(_as_sendable(target), _sources(out, target, parts), src=src)
+                out.copy_(target)
             return _wait_for_nothing
         work: Any = dist.scatter(_as_sendable(out), _sources(out, out, parts), src=src, async_op=True)
 
@@ -268,13 +256,10 @@ class TorchCollectives:
         return finish
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
-        if self._is_sent_unchanged(tensor):
-            with collective_scope("all_reduce"):
-                dist.all_reduce(tensor, op=_OPS[op])
-            return
         if tensor.numel() == 0:
             return
-        with collective_scope("all_reduce"), self._transferable(tensor) as buffer:
+        with collective_scope("all_reduce"):
+            buffer = self._transferable(tensor)
             wider = _WIDER.get(buffer.dtype)
             total = _as_reduced(buffer) if wider is None else buffer.to(wider)
             unsigned = buffer.dtype == torch.uint64 and op in {"max", "min"}
@@ -283,8 +268,8 @@ class TorchCollectives:
             dist.all_reduce(total, op=_OPS[op])
             if unsigned:
                 total.bitwise_xor_(_SIGN)
-            if wider is not None:
-                buffer.copy_(total)
+            if wider is not None or buffer is not tensor:
+                tensor.copy_(buffer if wider is None else total)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         content = pickle.dumps(obj)
@@ -313,20 +298,9 @@ class TorchCollectives:
             index = None if "cpu" in self._device_types else self._device.index
             dist.barrier(device_ids=None if index is None else [index])
 
-    def _is_sent_unchanged(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is sent without a copy: the common case, where microseconds count."""
-        return tensor.dtype in _SENDABLE and tensor.device.type in self._device_types and tensor.numel() > 0
-
-    @contextmanager
-    def _staged(self, tensor: Tensor) -> Generator[Tensor]:
-        """Yield a copy of a tensor on the run's device; copy its values back at the end."""
-        staged = tensor.to(self._device)
-        yield staged
-        tensor.copy_(staged)
-
-    def _transferable(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
-        """Yield a tensor, or a copy on the run's device where the tensor's own has no backend."""
-        return nullcontext(tensor) if tensor.device.type in self._device_types else self._staged(tensor)
+    def _transferable(self, tensor: Tensor) -> Tensor:
+        """Return a tensor, or a copy on the run's device where the tensor's own has no backend."""
+        return tensor if tensor.device.type in self._device_types else tensor.to(self._device)
 
 
 def _sources(out: Tensor, target: Tensor, parts: Sequence[Tensor] | None) -> list[Tensor] | None:

@@ -22,7 +22,7 @@ from accel_state.collectives import (
     group_timeout,
     set_group_timeout,
 )
-from accel_state.device_kinds import CPU, KINDS, DeviceKind, get_driver_version, get_gpu_info, peer_variables
+from accel_state.device_kinds import CPU, DeviceKind, get_driver_version, get_gpu_info, peer_variables
 from accel_state.devices import choose_device, register_collectives, set_current_device
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.frozen import frozen
@@ -301,12 +301,6 @@ def _check_backend(kind: DeviceKind, asked: str | None) -> str:
                 "Start one process, or pass cpu=True (or set ACCELERATE_USE_CPU=1)."
             )
         return kind.group_backend
-    owners = [other for other in KINDS if other.backend == asked]
-    if owners and asked != "gloo" and kind.type not in {other.type for other in owners}:
-        raise SettingsError(
-            f"backend={asked!r} moves tensors of {owners[0].name!r} devices, but this process computes on "
-            f"{kind.name!r}. Leave the backend out to get {kind.backend!r}."
-        )
     return asked
 
 

@@ -49,8 +49,7 @@ class DVCLiveTracker(GeneralTracker):
         self.live.next_step()
 
     def _log_images(self, images: Images, step: int | None, options: dict[str, Any]) -> None:
-        if options:
-            raise UnsupportedError(f"DVCLive has no options for images, not {', '.join(sorted(options))}.")
+        del options  # it has none
         self._set_step(step)
         for file, image in named_images(images, separator="_"):
             self.live.log_image(f"{file}.png", image.squeeze(-1) if image.shape[-1] == 1 else image)

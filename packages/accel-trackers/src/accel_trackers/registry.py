@@ -142,8 +142,8 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     """Return the class of a tracker.
 
     Raises:
-        SettingsError: There is none; or the entry point of that name is not a tracker class, or has the name
-            of a built-in tracker or of another distribution's.
+        SettingsError: There is none; or the entry point of that name is not a class, or has the name of a
+            built-in tracker or of another distribution's.
     """
     known = LOGGER_TYPE_TO_CLASS.get(name)
     # A program may replace a built-in class, an installed distribution may not.
@@ -151,11 +151,6 @@ def tracker_class(name: str) -> type[GeneralTracker]:
         points = entry_points_of(ENTRY_POINT_GROUP).select(name=name)
         known = _TRACKERS.available(points)[name] if points else known
     if known is not None:
-        if not issubclass(known, GeneralTracker):
-            raise SettingsError(
-                f"The entry point {name!r} of {ENTRY_POINT_GROUP} is {known!r}, which is not a subclass "
-                "of GeneralTracker. Ask the authors of the package."
-            )
         return known
     names = [LoggerType.ALL.value, *_known_names()]
     hint = did_you_mean(name, names, "", cutoff=0.5)
@@ -164,13 +159,7 @@ def tracker_class(name: str) -> type[GeneralTracker]:
 
 
 def warn_unknown_names(argument: str, options: Iterable[str], names: Iterable[str]) -> None:
-    """Warn about options for unknown trackers, with the nearest name.
-
-    Args:
-        argument: The argument with these keys.
-        options: The keys. There is no warning about known trackers that are not in use.
-        names: The trackers in use.
-    """
+    """Warn about keys of an argument that name no tracker, in use or known, with the nearest name."""
     known = [*_known_names(), *names]
     for name in options:
         if name not in known:
@@ -192,6 +181,5 @@ def _check(chosen: str | GeneralTracker, logging_dir: str | os.PathLike[str] | N
     if wanted.requires_logging_directory and logging_dir is None:
         raise SettingsError(
             f"log_with contains {chosen!r}, which writes files: set the folder with "
-            "Accelerator(project_dir=…)"
-            " or ProjectConfiguration(logging_dir=…)."
+            "Accelerator(project_dir=…) or ProjectConfiguration(logging_dir=…)."
         )

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any, Literal, TypeAlias
-from weakref import WeakSet
 
 import torch
 
@@ -31,7 +30,6 @@ Trackers: TypeAlias = str | LoggerType | GeneralTracker | Sequence[str | LoggerT
 FLUSH_SECONDS = 10.0
 """Seconds between two flushes of the libraries by `log`."""
 
-
 _NOT_RUNNING = {
     "new": "before init_trackers(). Call init_trackers() first.",
     "finished": "after end_training(), which finishes the trackers. Call it earlier, or call init_trackers() "
@@ -40,7 +38,6 @@ _NOT_RUNNING = {
     "in the parent process, or call init_trackers() in this process.",
 }
 """What is wrong with a call of `log`, by the stage of the session."""
-
 
 _MOST_WAITING = 256
 """Calls of `log` that may wait for a device; with more, the oldest is waited for."""
@@ -75,18 +72,24 @@ class TrackerSession:
         self.choose(log_with)
         self.trackers: list[GeneralTracker] = []
         self._warns = on_error == "warn"
-        self._stage: Literal["new", "running", "finished", "forked"] = "new"
+        self._stage: Literal["new", "running", "finished"] = "new"
+        self._process: int | None = None
         self._waiting: deque[tuple[dict[str, Any], list[torch.Event], int | None, dict[str, Any]]] = deque()
         self._resumed: dict[str, str] = {}
         self._start_arguments: tuple[str, Any, Mapping[str, Any]] | None = None
         self._failed_before: set[str] = set()
         self._next_flush = 0.0
-        self._checked_options: set[str] = set()
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether the runs are those of the process from which this one was forked."""
+        return self._process not in (None, os.getpid())
 
     @property
     def _active(self) -> list[GeneralTracker]:
-        """The trackers that log on this rank."""
-        return [tracker for tracker in self.trackers if not isinstance(tracker, NullTracker)]
+        """The trackers that log in this process."""
+        known = () if self._is_forked else self.trackers
+        return [tracker for tracker in known if not isinstance(tracker, NullTracker)]
 
     def choose(self, log_with: Trackers | None) -> None:
         """Choose the trackers that `start` starts."""
@@ -117,7 +120,10 @@ class TrackerSession:
             self.finish()
         options = {str(name): dict(more) for name, more in (init_kwargs or {}).items()}
         self._start_arguments = (project_name, plain, options)
-        self._check_options("init_trackers(init_kwargs=…)", options)
+        if self.log_with and runtime.current_topology().is_main:
+            names = [chosen if isinstance(chosen, str) else chosen.name for chosen in self.log_with]
+            accel_trackers.warn_unknown_names("init_trackers(init_kwargs=…)", options, names)
+        self._process = os.getpid()
         self.trackers = [self._start_tracker(chosen, project_name, options) for chosen in self.log_with]
         self._stage = "running"
         if config is not None:
@@ -126,7 +132,6 @@ class TrackerSession:
         if self._active:
             self._next_flush = monotonic() + FLUSH_SECONDS
             atexit.register(self.write)
-            _running.add(self)
 
     def log(
         self,
@@ -143,7 +148,6 @@ class TrackerSession:
         if self._stage != "running" or not self._active:
             return
         options = {str(name): more for name, more in (log_kwargs or {}).items()}
-        self._check_options("log(log_kwargs=…)", options)
         streams: dict[torch.device, DeviceStreams] = {}
         copied = copy_to_host(values, streams)
         events: list[torch.Event] = []
@@ -157,7 +161,8 @@ class TrackerSession:
 
     def get(self, name: str, *, unwrap: bool = False) -> Any:
         """Find a tracker, as `Accelerator.get_tracker`."""
-        if not self.log_with or (self._stage == "new" and not runtime.current_topology().is_main):
+        is_elsewhere = self._stage == "new" and not runtime.current_topology().is_main
+        if not self.log_with or is_elsewhere or self._is_forked:
             wanted: GeneralTracker = NullTracker(name)
         else:
             by_name = {tracker.name: tracker for tracker in self.trackers}
@@ -182,7 +187,6 @@ class TrackerSession:
             return
         self._stage = "finished"
         atexit.unregister(self.write)
-        _running.discard(self)
         errors: list[Exception] = []
         # The last to start ends first: several patch sys.stdout and restore what was there before.
         latest = reversed(self._active)
@@ -239,20 +243,9 @@ class TrackerSession:
             return NullTracker(kind.name)
         return tracker
 
-    def _check_options(self, argument: str, options: Mapping[str, Any]) -> None:
-        """Warn, on the main process and once, about options of unknown trackers."""
-        if (
-            self.log_with
-            and not options.keys() <= self._checked_options
-            and runtime.current_topology().is_main
-        ):
-            names = [chosen if isinstance(chosen, str) else chosen.name for chosen in self.log_with]
-            accel_trackers.warn_unknown_names(argument, options, names)
-        self._checked_options.update(options)
-
     def _check_log(self, values: Any) -> None:
         """Check a call of `log` as on a rank that logs."""
-        problem = _NOT_RUNNING.get(self._stage)
+        problem = _NOT_RUNNING.get("forked" if self._is_forked else self._stage)
         if (
             self.log_with
             and problem is not None
@@ -264,6 +257,8 @@ class TrackerSession:
 
     def _submit_ready(self, *, wait: bool) -> None:
         """Pass queued calls whose values are on the host to every tracker, in order; with `wait`, all."""
+        if not self._active:
+            self._waiting.clear()
         while self._waiting:
             values, events, step, options = self._waiting[0]
             is_due = wait or len(self._waiting) > _MOST_WAITING
@@ -299,26 +294,3 @@ class TrackerSession:
         for tracker in self._active:
             self._call(tracker, "flush")
         self._next_flush = monotonic() + FLUSH_SECONDS
-
-    def leave_to_parent(self) -> None:
-        """Drop the runs in a forked child: neither a call nor the garbage collector may write to them."""
-        _inherited.append((self.trackers, self._waiting))
-        self.trackers = [NullTracker(tracker.name) for tracker in self.trackers]
-        self._waiting, self._stage = deque(), "forked"
-
-
-_running: WeakSet[TrackerSession] = WeakSet()
-"""Sessions whose trackers are started."""
-
-_inherited: list[Any] = []
-"""In a forked child, the parent's trackers, kept alive: collecting them would flush their buffers."""
-
-
-def _after_fork() -> None:
-    for session in list(_running):
-        session.leave_to_parent()
-    _running.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -384,7 +384,7 @@ def _patch_storage(recorder: CollectiveRecorder) -> None:
     )
     replace_names("accel_train.checkpoint.load", load=load, has_checkpoint=lambda *_: False)
     replace_names("accel_train.checkpoint.context.CheckpointContext", meet=lambda *_: None)
-    replace_names("accel_ops.weights.write", save_state_parts=write_weights, save=write_object)
+    replace_names("accel_ops.weights.write", save_state_dict=write_weights, save=write_object)
     torch.save = write_object
 
 

@@ -45,16 +45,6 @@ INDEX_SUFFIX = ".index.json"
 OFFLOAD_INDEX_NAME = "index.json"
 
 
-def shard_suffix(position: int, count: int) -> str:
-    """Return the `{suffix}` of one shard in a pattern, e.g. `-00002-of-00005`.
-
-    Example:
-        >>> SAFE_WEIGHTS_PATTERN_NAME.format(suffix=shard_suffix(1, 5))
-        'model-00002-of-00005.safetensors'
-    """
-    return f"-{position + 1:05d}-of-{count:05d}" if count > 1 else ""
-
-
 _UNITS = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -158,12 +148,6 @@ def groups_of(state_dict: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], i
     """Group tensors that share memory, which must be in the same file; yield each group with its bytes.
 
     Sparse tensors and values that are not tensors have separate groups, and count as zero bytes.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.zeros(4)
-        >>> [(list(group), size) for group, size in groups_of({"a": weight, "b": weight})]
-        [(['a', 'b'], 16)]
     """
     groups: dict[object, dict[str, Any]] = defaultdict(dict)
     for name, value in state_dict.items():
@@ -197,10 +181,11 @@ def fill_shards(groups: Iterable[tuple[Group, int]], limit: int) -> Iterator[tup
 def numbered(shards: Sequence[Sequence[str]], *, total_size: int, pattern: str) -> WeightShards:
     """Return the shards with file names, which contain the number of shards."""
     count = len(shards)
-    return WeightShards(
-        files={pattern.format(suffix=shard_suffix(i, count)): tuple(names) for i, names in enumerate(shards)},
-        total_size=total_size,
-    )
+    suffixes = [f"-{number:05d}-of-{count:05d}" for number in range(1, count + 1)] if count > 1 else [""]
+    files = {
+        pattern.format(suffix=suffix): tuple(names) for suffix, names in zip(suffixes, shards, strict=True)
+    }
+    return WeightShards(files=files, total_size=total_size)
 
 
 def _group_bytes(tensors: list[Tensor]) -> int:

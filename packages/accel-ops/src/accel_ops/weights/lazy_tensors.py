@@ -50,12 +50,6 @@ class LazyTensor:
 
         Yields:
             The index of the first row of a chunk, and the rows.
-
-        Example:
-            >>> values = torch.arange(6).view(3, 2)
-            >>> lazy = LazyTensor(shape=(3, 2), dtype=torch.int64, read=lambda a, b: values[a:b].clone())
-            >>> [(begin, rows.tolist()) for begin, rows in lazy.chunks(32)]
-            [(0, [[0, 1], [2, 3]]), (2, [[4, 5]])]
         """
         if not math.prod(self.shape):
             return
@@ -207,17 +201,6 @@ def create_torch_file(path: Any, tree: Any) -> Any:
 
     Returns:
         The same tree with each tensor replaced by its file offset.
-
-    Example:
-        >>> import tempfile, pathlib
-        >>> lazy = LazyTensor(shape=(2,), dtype=torch.uint8, read=lambda a, b: torch.ones(b - a))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = pathlib.Path(folder) / "new.bin"
-        ...     position = create_torch_file(path, {"a": lazy})["a"]
-        ...     with path.open("r+b") as file:
-        ...         _ = file.seek(position), file.write(bytes([5, 7]))
-        ...     torch.load(path)
-        {'a': tensor([5, 7], dtype=torch.uint8)}
     """
     made: dict[object, Tensor] = {}
 

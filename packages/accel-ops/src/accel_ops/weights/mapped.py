@@ -51,13 +51,6 @@ def release(value: object) -> None:
     """Free the pages of a tensor after it was copied; they are read again when they are used.
 
     Does nothing for other objects and for tensors that are not in `releasable`.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.ones(2)
-        >>> release(weight)
-        >>> weight.sum()
-        tensor(2.)
     """
     library = libc()
     if type(value) is not Tensor or value.device.type != "cpu" or library is None or not _mapped:

@@ -198,11 +198,10 @@ def load_bin(path: AnyPath, *, mapped: bool = False) -> dict[str, Tensor]:
     Raises:
         CheckpointError: The file is damaged, or holds more than plain tensors.
     """
+    mmap = mapped and isinstance(path, Path) and is_mappable(path)
     with path.open("rb") as file:
-        is_zip = file.read(len(_ZIP)) == _ZIP
-        file.seek(0)
-        source, mmap = (file, False) if isinstance(path, RemotePath) else (path, is_zip and mapped)
         try:
+            source: Any = path if mmap else file
             state_dict = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
         except Exception as error:
             raise CheckpointError(
@@ -217,7 +216,4 @@ def load_bin(path: AnyPath, *, mapped: bool = False) -> dict[str, Tensor]:
 def is_mappable(path: Path) -> bool:
     """Return whether `torch.load(mmap=True)` reads a file: files of torch before 1.6 must be read in full."""
     with path.open("rb") as file:
-        return file.read(len(_ZIP)) == _ZIP
-
-
-_ZIP = b"PK\x03\x04"
+        return file.read(4) == b"PK\x03\x04"

@@ -282,13 +282,6 @@ def write_safetensors(tensors: Mapping[str, Tensor], sink: SupportsWrite[Any]) -
 
     Raises:
         CheckpointError: A value is not a dense tensor, or the format does not support its dtype.
-
-    Example:
-        >>> import io, safetensors.torch, torch
-        >>> stream = io.BytesIO()
-        >>> write_safetensors({"weight": torch.ones(2)}, stream)
-        >>> safetensors.torch.load(stream.getvalue())
-        {'weight': tensor([1., 1.])}
     """
     for name, value in tensors.items():
         _check_writable(name, value)
@@ -310,16 +303,6 @@ def create_safetensors(
     Raises:
         CheckpointError: The format does not support a dtype.
         OSError: The disk is full.
-
-    Example:
-        >>> import tempfile, safetensors.torch
-        >>> from pathlib import Path
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder) / "new.safetensors"
-        ...     create_safetensors(path, {"a": ((2,), torch.float32)})["a"].fill_(0.5)
-        ...     safetensors.torch.load_file(path)
-        tensor([0.5000, 0.5000])
-        {'a': tensor([0.5000, 0.5000])}
     """
     header, spans = make_header(rows)
     size = max((end for _, end in spans.values()), default=len(header))

@@ -1,4 +1,4 @@
-"""Write weight files: `save`, `save_state_dict`, `save_state_parts`.
+"""Write weight files: `save`, `save_state_dict`.
 
 Files are written under a temporary name and renamed, so that mapped files are never overwritten.
 """
@@ -77,8 +77,8 @@ def save(
 
 
 def save_state_dict(
-    state_dict: Mapping[str, Tensor],
-    folder: str | os.PathLike[str],
+    state_dict: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]],
+    folder: str | os.PathLike[str] | RemotePath,
     *,
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     safe_serialization: bool = True,
@@ -89,34 +89,19 @@ def save_state_dict(
     of the other format that would be read in place of the new ones.
 
     Args:
-        state_dict: Name to tensor.
+        state_dict: Name to tensor; or parts of it, of which at most one, and one file, are in memory.
         folder: The folder; created if absent.
         max_shard_size: Bytes per file, or text like `"5GB"`.
         safe_serialization: Write safetensors rather than torch's zip format.
-    """
-    return save_state_parts(
-        [state_dict], folder, max_shard_size=max_shard_size, safe_serialization=safe_serialization
-    )
-
-
-def save_state_parts(
-    parts: Iterable[Mapping[str, Tensor]],
-    folder: str | os.PathLike[str] | RemotePath,
-    *,
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
-    safe_serialization: bool = True,
-) -> WeightShards:
-    """Write a state dict that is passed in parts, with at most one file and one part in memory.
-
-    Files get their names when all are written, since the names contain the number of files.
 
     Example:
         >>> import tempfile
         >>> halves = ({name: torch.zeros(4)} for name in "ab")
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     sorted(save_state_parts(halves, folder, max_shard_size=16).weight_map.items())
+        ...     sorted(save_state_dict(halves, folder, max_shard_size=16).weight_map.items())
         [('a', 'model-00001-of-00002.safetensors'), ('b', 'model-00002-of-00002.safetensors')]
     """
+    parts: Iterable[Any] = [state_dict] if isinstance(state_dict, Mapping) else state_dict
     target = any_path(folder, "folder")
     if isinstance(target, Path):
         target.mkdir(parents=True, exist_ok=True)
@@ -130,7 +115,7 @@ def save_state_parts(
     write = _save_file if safe_serialization else _save_bin
     shards: list[list[str]] = []
     total = 0
-    # 1. Write the shards under temporary names.
+    # 1. Write the shards under temporary names: their names contain the number of files.
     with contextlib.ExitStack() as staged:
         files: list[AnyPath] = []
         for groups, size in fill_shards((group for part in parts for group in groups_of(clean(part))), limit):

@@ -207,15 +207,6 @@ class ErrorCollector:
 
     Attributes:
         found: A sentence for each error.
-
-    Example:
-        >>> problems = ErrorCollector()
-        >>> for text in ("1", "a", "b"):
-        ...     with problems:
-        ...         if not text.isdecimal():
-        ...             raise SettingsError(f"{text!r} is not a number")
-        >>> problems.found
-        ["'a' is not a number", "'b' is not a number"]
     """
 
     def __init__(self) -> None:

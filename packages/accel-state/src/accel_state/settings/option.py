@@ -13,12 +13,7 @@ from accel_state.frozen import frozen
 
 
 def boolean(text: str) -> bool:
-    """Parse a boolean.
-
-    Example:
-        >>> boolean("Yes")
-        True
-    """
+    """Parse a boolean."""
     try:
         return bool(str_to_bool(text))
     except ValueError:
@@ -26,12 +21,7 @@ def boolean(text: str) -> bool:
 
 
 def integer(low: int, high: float = math.inf) -> Callable[[str], int]:
-    """Create a parser of integers.
-
-    Example:
-        >>> integer(1)("8")
-        8
-    """
+    """Create a parser of integers."""
 
     def parse(text: str) -> int:
         try:
@@ -47,12 +37,7 @@ def integer(low: int, high: float = math.inf) -> Callable[[str], int]:
 
 
 def number(low: float, high: float = math.inf, of: str = "") -> Callable[[str], float]:
-    """Create a parser of finite numbers.
-
-    Example:
-        >>> number(0, 1)("0.5")
-        0.5
-    """
+    """Create a parser of finite numbers."""
 
     def parse(text: str) -> float:
         try:
@@ -88,12 +73,7 @@ def one_of(*choices: str, numbered: bool = False) -> Callable[[str], str]:
 
 
 def optional(parse: Callable[[str], Any], *nothing: str) -> Callable[[str], Any]:
-    """Create a parser that returns None for some words.
-
-    Example:
-        >>> optional(integer(1), "-1")("-1") is None
-        True
-    """
+    """Create a parser that returns None for some words."""
 
     def read(text: str) -> Any:
         return None if text.strip().lower() in nothing else parse(text)
@@ -102,22 +82,12 @@ def optional(parse: Callable[[str], Any], *nothing: str) -> Callable[[str], Any]
 
 
 def comma_list(text: str) -> tuple[str, ...]:
-    """Parse a comma-separated list.
-
-    Example:
-        >>> comma_list("BertLayer, GPT2Block")
-        ('BertLayer', 'GPT2Block')
-    """
+    """Parse a comma-separated list."""
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def booleans(count: int) -> Callable[[str], tuple[bool, ...]]:
-    """Create a parser of a comma-separated list of booleans, with or without brackets.
-
-    Example:
-        >>> booleans(3)("(False, true, no)")
-        (False, True, False)
-    """
+    """Create a parser of a comma-separated list of booleans, with or without brackets."""
 
     def parse(text: str) -> tuple[bool, ...]:
         parts = [part.strip() for part in text.strip("()[] ").split(",")]
@@ -129,12 +99,7 @@ def booleans(count: int) -> Callable[[str], tuple[bool, ...]]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Example:
-        >>> json_object('{"volume_size": 100}')
-        {'volume_size': 100}
-    """
+    """Parse a JSON object."""
     try:
         table = json.loads(text)
     except (ValueError, RecursionError):

@@ -1344,7 +1344,7 @@ class Accelerator(RankMethods):
             tensors = iter([self.get_state_dict(model)])  # overridden by the program
         try:
             if commits:
-                weights.write.save_state_parts(
+                weights.write.save_state_dict(
                     (with_offloaded_weights(part, model) for part in tensors),
                     folder,
                     max_shard_size=max_shard_size,
