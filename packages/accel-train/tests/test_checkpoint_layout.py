@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.layout import FileRecord, Manifest, shares
+from accel_train.checkpoint.layout import FileRecord, Manifest
 
 CHARACTERS = st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_characters="./")
 NAMES = st.text(CHARACTERS, min_size=1, max_size=12)
@@ -77,19 +77,6 @@ def test_a_manifest_of_a_later_version_is_refused():
     text = Manifest(world_size=1, step=0).to_text().replace('"format": 1', '"format": 7')
     with pytest.raises(CheckpointError, match=r"has format 7.*reads format 1"):
         Manifest.from_text(text, "x")
-
-
-@given(st.dictionaries(NAMES, RECORDS, max_size=10), st.integers(1, 5))
-def test_every_file_is_verified_by_exactly_one_rank(files, parts):
-    sharded = shares(files, parts)
-    assert len(sharded) == parts
-    assert sorted(name for names in sharded for name in names) == sorted(files)
-
-
-@given(st.dictionaries(NAMES, RECORDS, max_size=10), st.integers(1, 5))
-def test_no_rank_verifies_much_more_than_another(files, parts):
-    loads = [sum(files[name].size for name in names) for names in shares(files, parts)]
-    assert max(loads) - min(loads) <= max((record.size for record in files.values()), default=0)
 
 
 @given(st.integers(0, 99))

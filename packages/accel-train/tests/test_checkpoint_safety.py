@@ -19,7 +19,6 @@ from accel_plugins.kwargs import ProjectConfiguration
 from accel_state.errors import CheckpointError
 from accel_train import Accelerator
 from accel_train.checkpoint import files, layout, load
-from accel_train.checkpoint.load import shortened
 from accel_train.checkpoint.single_files import save_custom_state
 
 
@@ -186,37 +185,6 @@ def test_nothing_changes_if_a_folder_without_a_manifest_lacks_a_file(tmp_path, a
     with pytest.raises(CheckpointError, match=absent):
         run.accelerator.load_state(tmp_path / "c")
     assert run.values() == {9.0}
-
-
-MANY = 3_000
-
-
-def test_thousands_of_names_make_no_endless_message(tmp_path):
-    run = Run()
-    for number in range(MANY):
-        run.model.register_buffer(f"buffer_{number}", torch.zeros(1))
-    run.accelerator.save_state(tmp_path / "c")
-    for number in range(MANY):
-        delattr(run.model, f"buffer_{number}")
-    with pytest.raises(RuntimeError) as caught:
-        run.accelerator.load_state(tmp_path / "c")
-    assert '"buffer_0", ' in str(caught.value)
-    assert f" and {MANY - 20} more" in str(caught.value)
-    assert len(str(caught.value)) < 2000
-
-
-@pytest.mark.parametrize(("state", "left"), [({}, MANY - 20), ({"size": torch.zeros(2)}, MANY - 19)])
-def test_thousands_of_missing_or_misshaped_tensors_are_a_short_message(state, left):
-    model = torch.nn.Module()
-    for number in range(MANY):
-        model.register_buffer(f"buffer_{number}", torch.zeros(1))
-    state = {f"buffer_{number}": size for number in range(MANY) for size in state.values()}
-    with pytest.raises(RuntimeError) as caught:
-        model.load_state_dict(state)
-    text = shortened(str(caught.value))
-    assert "buffer_0" in text
-    assert f"and {left} more" in text
-    assert len(text) < 5000
 
 
 def other_process(script, *arguments):

@@ -223,19 +223,3 @@ def _typed(value: object, kind: type[_Value]) -> _Value:
     if type(value) is not kind:
         raise TypeError(f"{value!r} is not a {kind.__name__}")
     return value
-
-
-def shares(files: Mapping[str, FileRecord], parts: int) -> list[list[str]]:
-    """Split files across ranks, about equally many bytes for each.
-
-    Example:
-        >>> sizes = {"a": 5, "b": 3, "c": 1}
-        >>> shares({name: FileRecord(size=size, checksum="") for name, size in sizes.items()}, 2)
-        [['a'], ['b', 'c']]
-    """
-    assigned: list[tuple[int, list[str]]] = [(0, []) for _ in range(parts)]
-    for name in sorted(files, key=lambda name: (-files[name].size, name)):
-        least = min(range(parts), key=lambda part: assigned[part][0])
-        total, names = assigned[least]
-        assigned[least] = (total + files[name].size, [*names, name])
-    return [names for _, names in assigned]

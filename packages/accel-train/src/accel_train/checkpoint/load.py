@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from accel_ops.weights.layout import MODEL_NAME, SAFETENSORS_SUFFIX
 from accel_ops.weights.mapped import releasable
 from accel_ops.weights.read import is_mappable
 from accel_ops.weights.safetensors_io import SafetensorsFile
-from accel_ops.weights.tensors import id_tensor_storage
+from accel_ops.weights.tensors import tensor_memory
 from accel_plugins.sharding.state import INDEX_NAME, strip_wrapper_prefixes
 from accel_plugins.strategy import Generators
 from accel_state.errors import CheckpointError, DistributedOperationException, SettingsError
@@ -45,7 +45,7 @@ from accel_train.checkpoint.contents import (
 )
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.folder import is_unchanged
-from accel_train.checkpoint.layout import Manifest, shares
+from accel_train.checkpoint.layout import Manifest
 from accel_train.checkpoint.staging import location_of, read_object
 from accel_train.checkpoint.stores import on_disk
 
@@ -71,13 +71,8 @@ def load(
     with run.raising_everywhere(WHAT), _of_one_state(source):
         _read(run, source)
     # 2. Restore the objects of this rank.
-    with run.raising_everywhere(WHAT), _of_one_state(source):
-        try:
-            with releasable(source.mapped):
-                _restore(run, source, to_model)
-        except RuntimeError as error:
-            error.args = (shortened(str(error)),)
-            raise
+    with run.raising_everywhere(WHAT), _of_one_state(source), releasable(source.mapped):
+        _restore(run, source, to_model)
     logger.info("Loaded the state from %s.", source.folder)
     return source.folder
 
@@ -87,24 +82,7 @@ def has_checkpoint(run: CheckpointContext) -> bool:
     run.finish()
     if not run.is_automatic:
         return False
-    return bool(_complete_on_all(_gather_proposals(run, None, "has_checkpoint")))
-
-
-@frozen
-class LoadProposal:
-    """One rank's view of the checkpoint before loading.
-
-    Args:
-        asked: The `input_dir` of the call.
-        complete: The complete numbered checkpoints; `None` on ranks that do not look for them.
-        following: The number of the next checkpoint.
-        problem: Why there is no such folder, or why it cannot be read.
-    """
-
-    asked: str | None
-    complete: list[int] | None = None
-    following: int = 0
-    problem: str = ""
+    return bool(_find(run, None, "has_checkpoint"))
 
 
 def _candidates(run: CheckpointContext, input_dir: str | os.PathLike[str] | None) -> list[AnyPath]:
@@ -115,12 +93,9 @@ def _candidates(run: CheckpointContext, input_dir: str | os.PathLike[str] | None
             "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
         )
     requested = None if input_dir is None else any_path(input_dir, "load_state(input_dir)")
-    proposals = _gather_proposals(run, None if input_dir is None else str(input_dir), WHAT)
-    if run.is_automatic:
-        run.project.iteration = max(proposal.following for proposal in proposals)
+    complete = _find(run, None if input_dir is None else str(input_dir), WHAT)
     if requested is not None:
         return [requested]
-    complete = _complete_on_all(proposals)
     if not complete:
         raise CheckpointError(
             f"There is no complete checkpoint in {str(run.numbered)!r}. Check "
@@ -129,45 +104,41 @@ def _candidates(run: CheckpointContext, input_dir: str | os.PathLike[str] | None
     return [run.numbered / layout.numbered_name(iteration) for iteration in reversed(complete)]
 
 
-def _gather_proposals(run: CheckpointContext, asked: str | None, operation: str) -> list[LoadProposal]:
-    """All-gather the proposals of all ranks; refuse different arguments."""
-    local = _find_candidates(run, asked) if run.commits else LoadProposal(asked=asked)
-    proposals = [LoadProposal(**row) for row in run.main.exchange(operation, asdict(local))]
+def _find(run: CheckpointContext, asked: str | None, operation: str) -> list[int]:
+    """Find what can be loaded, and the number of the next checkpoint, which is set where something is loaded.
+
+    Returns:
+        The numbered checkpoints that are complete on every node, oldest first, if none is `asked` for.
+    """
+    # 1. Look on the ranks that commit.
+    complete: list[int] | None = None
+    following, problem = 0, ""
+    try:
+        if run.commits and run.is_automatic:
+            complete = folders.list_complete(run.numbered) if asked is None else None
+            following = max(folders.numbers(run.numbered), default=-1) + 1
+        if run.commits and asked is not None:
+            requested = any_path(asked, "load_state(input_dir)")
+            problem = "" if requested.is_dir() else f"there is no folder {asked!r}"
+            folders.recover(requested)
+    except (OSError, CheckpointError) as error:
+        problem = f"{error}"
+    # 2. Agree with the other ranks.
+    rows = run.main.exchange(operation, (asked, complete, following, problem))
+    requests, found, numbers, problems = zip(*rows, strict=True)
     is_shared = not run.project.save_on_each_node
-    requests = [proposal.asked for proposal in proposals]
     if any(request != asked for request in requests if is_shared or None in {request, asked}):
         raise DistributedOperationException(
             "load_state() was called for different folders: "
             + "; ".join(f"rank {rank}: {request!r}" for rank, request in enumerate(requests))
         )
-    problem = first_problem(proposal.problem for proposal in proposals)
+    problem = first_problem(problems)
     if problem:
         raise CheckpointError(problem)
-    return proposals
-
-
-def _find_candidates(run: CheckpointContext, asked: str | None) -> LoadProposal:
-    """Find the checkpoints that this rank could load."""
-    complete, following = None, 0
-    try:
-        if run.is_automatic:
-            if asked is None:
-                complete = folders.list_complete(run.numbered)
-            following = max(folders.numbers(run.numbered), default=-1) + 1
-        if asked is not None:
-            requested = any_path(asked, "load_state(input_dir)")
-            if not requested.is_dir():
-                return LoadProposal(asked=asked, problem=f"there is no folder {asked!r}")
-            folders.recover(requested)
-        return LoadProposal(asked=asked, complete=complete, following=following)
-    except (OSError, CheckpointError) as error:
-        return LoadProposal(asked=asked, problem=f"{error}")
-
-
-def _complete_on_all(proposals: Iterable[LoadProposal]) -> list[int]:
-    """Return the numbered checkpoints that are complete on every node, oldest first."""
-    rows = [{*row.complete} for row in proposals if row.complete is not None]
-    return sorted(set[int].intersection(*rows)) if rows else []
+    if run.is_automatic and operation == WHAT:
+        run.project.iteration = max(numbers)
+    nodes = [{*numbers} for numbers in found if numbers is not None]
+    return sorted(set[int].intersection(*nodes)) if nodes else []
 
 
 def _newest_complete(
@@ -225,10 +196,11 @@ def _newest_complete(
 
 
 def _names_to_verify(run: CheckpointContext, manifest: Manifest) -> list[str]:
-    """Return this rank's share of the files."""
+    """Return this rank's share of the files: about as many bytes as others have."""
     topology = run.runtime.topology
     num_readers = topology.local_world_size if run.project.save_on_each_node else topology.world_size
-    return shares(manifest.files, num_readers)[run.rank - run.committer]
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+    return by_size[run.rank - run.committer :: num_readers]
 
 
 def _replaced(folder: AnyPath) -> str:
@@ -465,8 +437,7 @@ def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> d
     for name, value in like.items():
         same: object = id(value)  # tensors that wrap others, such as DTensor, may have no memory of their own
         if not is_traceable_wrapper_subclass(value) and value.numel() and not value.is_meta:
-            begin = (id_tensor_storage(value), value.storage_offset())
-            same = (begin, value.dtype, tuple(value.shape), value.stride())
+            same = tensor_memory(value), value.dtype
         names.setdefault(same, []).append(name)
     complete = dict(state)
     for group in names.values():
@@ -598,23 +569,3 @@ def step_of(source: CheckpointReader) -> int:
         return source.manifest.step
     name = source.rng_name()  # other libraries keep the number there
     return 0 if name is None else int(source.read(name).get("step", 0))
-
-
-_MOST_NAMES = 20
-
-
-def shortened(message: str) -> str:
-    """Shorten the message of a `Module.load_state_dict` error that names thousands of tensors.
-
-    Example:
-        >>> len(shortened(", ".join(["name"] * 30_000))) < 200
-        True
-    """
-    lines = [_shorten_list(line, ", ") for line in message.split("\n")]
-    return _shorten_list("\n".join(lines), "\n")
-
-
-def _shorten_list(text: str, separator: str) -> str:
-    items = text.split(separator)
-    remaining = len(items) - _MOST_NAMES
-    return text if remaining <= 0 else separator.join([*items[:_MOST_NAMES], f"and {remaining} more"])
