@@ -111,7 +111,7 @@ def installer(monkeypatch):
         return subprocess.CompletedProcess(line, outcome["returncode"], "", outcome["stderr"])
 
     monkeypatch.setattr(tpu, "has_tpu", lambda *_: True)
-    monkeypatch.setattr(tpu, "_installed", lambda _: "2.9.1+cpu")
+    monkeypatch.setattr(tpu, "version", lambda _: "2.9.1+cpu")
     monkeypatch.setattr(tpu.subprocess, "run", fake)
     return lines, outcome
 
@@ -137,7 +137,7 @@ def test_the_last_line_of_the_installer_is_reported(installer):
         install_xla()
 
 
-@pytest.mark.parametrize("torch", [None, "nightly"])
+@pytest.mark.parametrize("torch", ["", "nightly"])
 def test_without_a_release_of_torch_nothing_can_fit(torch):
     with pytest.raises(InstallationError, match="upgrade=True"):
         commands(torch, upgrade=False)

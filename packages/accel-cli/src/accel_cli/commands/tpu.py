@@ -9,7 +9,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def install_xla(upgrade: bool = False) -> None:
             "install_xla() works only in Google Colab and on machines with a TPU. Elsewhere, follow the "
             "instructions at https://github.com/pytorch/xla."
         )
-    for line in commands(_installed("torch"), upgrade=upgrade):
+    for line in commands(version("torch"), upgrade=upgrade):
         logger.info("Running %s", shlex.join(line))
         done = subprocess.run(line, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -145,11 +145,11 @@ WHEELS = "https://storage.googleapis.com/libtpu-releases/index.html"
 _RELEASE = re.compile(r"(\d+)\.(\d+)\.\d+")
 
 
-def commands(torch: str | None, *, upgrade: bool, python: str = sys.executable) -> Sequence[list[str]]:
+def commands(torch: str, *, upgrade: bool, python: str = sys.executable) -> Sequence[list[str]]:
     """Return the command lines that install torch_xla.
 
     Raises:
-        InstallationError: torch is not installed, or is not a release.
+        InstallationError: torch is not a release.
 
     Example:
         >>> commands("2.9.1+cpu", upgrade=False, python="python")[0][4:6]
@@ -158,7 +158,7 @@ def commands(torch: str | None, *, upgrade: bool, python: str = sys.executable) 
     install = [python, "-m", "pip", "install"]
     if upgrade:
         return [[*install, "--upgrade", "torch", "torch_xla[tpu]", "--find-links", WHEELS]]
-    release = _RELEASE.match(torch or "")
+    release = _RELEASE.match(torch)
     if release is None:
         raise InstallationError(
             f"torch_xla is built only for releases of torch, but {torch!r} is installed. "
@@ -166,10 +166,3 @@ def commands(torch: str | None, *, upgrade: bool, python: str = sys.executable) 
         )
     fitting = f"torch_xla[tpu]~={release[1]}.{release[2]}.0"
     return [[*install, f"torch=={release[0]}", fitting, "--find-links", WHEELS]]
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

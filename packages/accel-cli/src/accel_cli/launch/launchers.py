@@ -535,6 +535,9 @@ def _by_words(
     return Launcher(name=name, explain=explain, applies=applies, run=run, show=show, environ=environ)
 
 
+_on_xla = partial(_by_words, words=xla_words, module="accel_cli.launch.xla_workers", environ=_xla_formats_of)
+
+
 def _by_module(
     name: str,
     explain: str,
@@ -575,21 +578,15 @@ BUILT_IN: Mapping[str, Launcher] = {
             pod_words,
             needs_script=False,
         ),
-        _by_words(
+        _on_xla(
             "xla_spmd",
             "one process drives all chips of this machine, and the compiler shards over them",
             lambda plan: plan.settings.is_sharded_on_xla,
-            xla_words,
-            module="accel_cli.launch.xla_workers",
-            environ=_xla_formats_of,
         ),
-        _by_words(
+        _on_xla(
             "xla",
             "torch_xla starts a process for every chip of this machine",
             lambda plan: plan.launch.on_tpu,
-            xla_words,
-            module="accel_cli.launch.xla_workers",
-            environ=_xla_formats_of,
         ),
         *(
             _by_module(name, explain, partial(_is_selected, name), remote=True)
