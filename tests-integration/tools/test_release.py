@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import house_rules
 import release
+from accel_state.device_kinds import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "packages/accel-suite/src/accel/__init__.py"
@@ -54,3 +58,38 @@ def test_a_tag_of_another_version_is_refused() -> None:
     )
     assert done.returncode == 1
     assert f"the tree has {release.current_version(ROOT)}" in done.stdout
+
+
+def deprecations() -> list[tuple[str, dict[str, str]]]:
+    """The names that are marked as deprecated, with the arguments of the mark."""
+    found: list[tuple[str, dict[str, str]]] = []
+    for path in ROOT.glob("packages/*/src/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for mark in getattr(node, "decorator_list", []):
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith("deprecated"):
+                    words = {str(word.arg): ast.literal_eval(word.value) for word in mark.keywords}
+                    found.append((getattr(node, "name"), words))  # noqa: B009
+    return found
+
+
+def test_a_deprecated_name_says_since_and_until_and_is_on_the_page_until_it_goes() -> None:
+    page = (ROOT / "packages/accel-suite/docs/reference/versions.md").read_text()
+    marked = deprecations()
+    assert marked
+    for name, words in marked:
+        assert words.keys() == {"since", "until", "instead"}, name
+        since, until = Version(words["since"]), Version(words["until"])
+        assert (until.major, until.minor) >= (since.major, since.minor + 2), name
+        assert Version(release.current_version(ROOT)) < until, f"{name} is to be removed"
+        assert f"| `{name}` | {words['since']} | {words['until']} |" in page
+    rows = page.partition("| deprecated name |")[2].partition("\n\n")[0]
+    assert rows.count("\n| `") == len(marked)
+
+
+def test_the_page_of_versions_has_the_limits_of_the_packages() -> None:
+    page = (ROOT / "packages/accel-suite/docs/reference/versions.md").read_text()
+    state = tomllib.loads((ROOT / "packages/accel-state/pyproject.toml").read_text())["project"]
+    assert f"| Python | {state['requires-python'].removeprefix('>=')} to 3.14:" in page
+    (floor,) = [line.removeprefix("torch>=") for line in state["dependencies"] if line.startswith("torch>=")]
+    assert f"| {floor} and newer |" in page
+    assert f"minor versions: {BY_NAME['cuda'].least_torch} to " in page

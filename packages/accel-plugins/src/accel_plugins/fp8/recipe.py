@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from accel_ops.tree import is_dtensor
 from accel_plugins import fp8
 from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count, resolve_fields
+from accel_state.deprecation import deprecated
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.libraries import is_installed
@@ -266,6 +266,9 @@ class MSAMPRecipeKwargs(KwargsHandler):
         expect(self, "opt_level", "'O1' or 'O2'", lambda value: value in {"O1", "O2"})
 
 
+@deprecated(
+    since="0.1", until="1.0", instead="TERecipeKwargs or MSAMPRecipeKwargs (or AORecipeKwargs, for torchao)"
+)
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """The legacy form of `TERecipeKwargs` and `MSAMPRecipeKwargs`, with the fields of both; use one of these.
@@ -282,11 +285,6 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     backend: Backend | None = None
 
     def __post_init__(self) -> None:
-        warnings.warn(
-            "FP8RecipeKwargs is deprecated: use TERecipeKwargs or MSAMPRecipeKwargs (or AORecipeKwargs).",
-            FutureWarning,
-            stacklevel=3,
-        )
         TERecipeKwargs.__post_init__(self)
         MSAMPRecipeKwargs.__post_init__(self)
         only_msamp = is_installed("msamp") and not is_installed("transformer_engine")
