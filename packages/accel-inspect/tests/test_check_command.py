@@ -7,10 +7,10 @@ import pytest
 
 from accel_cli.launch.hosts import HostDevices
 from accel_cli.main import main
-from accel_inspect.check.command import find_problems, fp8_refusals, worker_environ_of_check
-from accel_inspect.check.rank_worker import run_script
-from accel_inspect.check.record import RankRecord, RankTask, SelectedStrategy
+from accel_inspect.check.command import find_problems, fp8_refusals
+from accel_inspect.check.record import RankRecord, SelectedStrategy
 from accel_inspect.estimate.memory import ModelSizes
+from accel_inspect.trial import RankTask, environ_on_cpu, run_script
 from accel_state.settings import Layer, SourcedValue, merge_layers
 
 SIZES = ModelSizes(parameters=10**6, trainable=10**6, blocks=(10**5,) * 10, largest=10**5)
@@ -72,11 +72,11 @@ def test_fp8_that_the_devices_of_the_job_cannot_compute_is_a_problem(backend, us
 
 
 def test_a_rank_is_on_the_cpu_and_has_its_variables():
-    task = RankTask(script="a.py", arguments=(), rank=9, world=16, local_world=8, batches=2, output="o")
+    task = RankTask(script="a.py", arguments=(), rank=9, world=16, local_world=8, folder="o")
     merged = merge_layers(
         {"precision.mixed_precision": SourcedValue(value="bf16", layer=Layer.FILE, origin="")}
     )
-    environ = {**worker_environ_of_check(merged, {"HOME": "/root"}), **task.environment}
+    environ = {**environ_on_cpu(merged, {"HOME": "/root"}), **task.environment}
     expected = {
         "HOME": "/root", "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8",
         "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16",
@@ -103,5 +103,5 @@ def test_the_path_of_a_checked_script_is_absolute_as_in_python(tmp_path, monkeyp
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path("a.py").write_text("from pathlib import Path\nassert Path(__file__).is_absolute()\n")
-    task = RankTask(script="a.py", arguments=(), rank=0, world=1, local_world=1, batches=2, output="o")
+    task = RankTask(script="a.py", arguments=(), rank=0, world=1, local_world=1, folder="o")
     assert not run_script(task)

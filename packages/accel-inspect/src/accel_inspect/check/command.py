@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accel_cli.config_file import read_config
 from accel_cli.launch.checks import find_fp8_problem
 from accel_cli.launch.hosts import HostDevices, probe_devices
 from accel_cli.launch.plan import LaunchPlan, uses_cpu
@@ -17,19 +17,17 @@ from accel_cli.output import Table, redact, show, working, write_html
 from accel_inspect.check.record import (
     File,
     RankRecord,
-    RankTask,
     data_problems,
     differences,
     ranks_to_check,
-    run_ranks,
     transfer_problems,
 )
 from accel_inspect.estimate.memory import Estimate, TrainingSetup, estimate, fits
+from accel_inspect.trial import RankTask, environ_on_cpu, run_ranks, settings_of
 from accel_ops.weights.layout import convert_bytes
-from accel_state.environ import read
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
-from accel_state.settings import Merged, merge_layers, parse_environ, worker_environ
+from accel_state.settings import Merged
 
 
 @frozen
@@ -49,22 +47,37 @@ class Findings:
 def run(options: Namespace) -> int:
     """Check a script, and show the findings."""
     merged, variables = settings_of(options)
-    options.world = options.world or merged.settings.launch.num_processes or 2
-    tasks = [
-        RankTask(
-            script=options.script,
-            arguments=tuple(options.script_arguments),
-            rank=rank,
-            world=options.world,
-            local_world=min(options.devices_per_machine, options.world),
-            batches=options.batches,
+    world = options.world or merged.settings.launch.num_processes or 2
+    ranks = _ranks(options, world)
+    with (
+        tempfile.TemporaryDirectory(prefix="accel-check-") as folder,
+        working(f"running {options.script!r} as rank {', '.join(map(str, ranks))} of {world}"),
+    ):
+        tasks = [
+            RankTask(
+                script=options.script,
+                arguments=tuple(options.script_arguments),
+                rank=rank,
+                world=world,
+                local_world=min(options.devices_per_machine, world),
+                folder=folder,
+                batches=options.batches,
+            )
+            for rank in ranks
+        ]
+        left = run_ranks(
+            tasks,
+            "accel_inspect.check.rank_worker",
+            environ_on_cpu(merged, variables),
+            timeout=options.timeout,
+            late=f"it did not end within {options.timeout} s (--timeout). Values are made up, so a loop that "
+            "waits for a certain value may never end",
         )
-        for rank in _ranks(options)
+    records = [
+        RankRecord(rank=rank, stopped=record) if isinstance(record, str) else record
+        for rank, record in zip(ranks, left, strict=True)
     ]
-    ranks = ", ".join(str(task.rank) for task in tasks)
-    with working(f"running {options.script!r} as rank {ranks} of {options.world}"):
-        records = run_ranks(tasks, worker_environ_of_check(merged, variables), timeout=options.timeout)
-    findings = find_problems(records, merged, options.world, options.memory)
+    findings = find_problems(records, merged, world, options.memory)
     if merged.settings.precision.mixed_precision == "fp8":
         findings = replace(
             findings,
@@ -78,19 +91,6 @@ def run(options: Namespace) -> int:
     else:
         show(*_report(findings, merged, options.memory, quiet=options.quiet))
     return int(bool(findings.problems))
-
-
-def settings_of(options: Namespace) -> tuple[Merged, Mapping[str, str]]:
-    """Return the settings of a run of a script, and the variables of this process.
-
-    Raises:
-        SettingsError: The script does not exist, or settings are invalid.
-    """
-    if not Path(options.script).is_file():
-        raise SettingsError(f"script {options.script!r} does not exist.")
-    variables = read()
-    config = read_config(options.config_file, variables).sourced
-    return merge_layers(options.settings, parse_environ(variables), config), variables
 
 
 def find_problems(records: Sequence[RankRecord], merged: Merged, world: int, memory: int | None) -> Findings:
@@ -127,27 +127,18 @@ def fp8_refusals(merged: Merged, machine: HostDevices) -> tuple[str, ...]:
     return () if problem is None else (problem,)
 
 
-def _ranks(options: Namespace) -> tuple[int, ...]:
+def _ranks(options: Namespace, world: int) -> tuple[int, ...]:
     if options.ranks is None:
-        return ranks_to_check(options.world, options.devices_per_machine)
+        return ranks_to_check(world, options.devices_per_machine)
     try:
         ranks = tuple(sorted({int(word) for word in options.ranks.split(",")}))
     except ValueError:
         ranks = (-1,)
-    if not all(0 <= rank < options.world for rank in ranks):
+    if not all(0 <= rank < world for rank in ranks):
         raise SettingsError(
-            f"argument --ranks is {options.ranks!r}: expected ranks from 0 to {options.world - 1}, such "
-            "as 0,1."
+            f"argument --ranks is {options.ranks!r}: expected ranks from 0 to {world - 1}, such as 0,1."
         )
     return ranks
-
-
-def worker_environ_of_check(merged: Merged, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that runs as a rank: the environment of a worker on the CPU."""
-    settings = replace(
-        merged.settings, process=replace(merged.settings.process, use_cpu=True, torch_device=None)
-    )
-    return {**worker_environ(settings, variables), "ACCELERATE_DYNAMO_BACKEND": "NO"}
 
 
 def estimate_of(record: RankRecord, world: int) -> Estimate:

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from accel_inspect.check.pipeline import patch_pipelines
-from accel_inspect.check.record import RankTask
 from accel_inspect.check.recorder import CollectiveRecorder, fake_value, is_fake, nbytes_of
 from accel_inspect.check.strategy import FORMS, files_of, record_strategies
+from accel_inspect.trial import RankTask
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int, fill_shards
 from accel_plugins.optimizers.matrices import ShardLayout

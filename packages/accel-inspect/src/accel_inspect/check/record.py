@@ -1,74 +1,13 @@
-"""Run a script as selected ranks and compare their records. Nothing here imports torch."""
+"""Records of the ranks of `accel check`, and their comparison. Nothing here imports torch."""
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field, replace
+from dataclasses import field
 from itertools import permutations, zip_longest
-from pathlib import Path
-from typing import Any
 
 from accel_inspect.estimate.memory import Buckets, MemoryPeak, ModelSizes
 from accel_state.frozen import frozen
-
-
-@frozen
-class RankTask:
-    """The arguments of a process that runs as a rank.
-
-    Args:
-        local_world: Ranks of a node.
-        batches: Number of batches of every loader.
-        output: The file to write the record to.
-        port: The port of rank 0 at which ranks meet.
-        run: The run that the process belongs to, whose processes share the files that they write.
-    """
-
-    script: str
-    arguments: tuple[str, ...]
-    rank: int
-    world: int
-    local_world: int
-    batches: int
-    output: str = ""
-    port: int = 29500
-    run: str = "check"
-
-    @property
-    def folders(self) -> tuple[str, ...]:
-        """The folders that the command itself writes to, beside that of the output."""
-        return ()
-
-    @property
-    def name(self) -> str:
-        """The name of the record."""
-        return str(self.rank)
-
-    def timeout_reason(self, timeout: int) -> str:
-        """Return the reason of a rank that was stopped at the timeout."""
-        return (
-            f"it did not end within {timeout} s (--timeout). Values are made up, so a loop that waits "
-            "for a certain value may never end"
-        )
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables by which launchers pass rank and world size to a process."""
-        variables = {
-            "RANK": self.rank,
-            "WORLD_SIZE": self.world,
-            "LOCAL_RANK": self.rank % self.local_world,
-            "LOCAL_WORLD_SIZE": self.local_world,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": self.port,
-        }
-        return {name: str(value) for name, value in variables.items()}
 
 
 @frozen
@@ -288,75 +227,3 @@ def ranks_to_check(world: int, local_world: int) -> tuple[int, ...]:
         ((0, 1, 8, 127), (0,))
     """
     return tuple(sorted({rank for rank in (0, 1, local_world, world - 1) if 0 <= rank < world}))
-
-
-WORKER = "accel_inspect.check.rank_worker"
-
-CAN_FORK = sys.platform == "linux"
-"""Whether one process imports common modules and forks the ranks; on other systems, whose libraries do not
-survive a fork, every rank is spawned."""
-
-
-def run_ranks(
-    tasks: Sequence[RankTask],
-    variables: Mapping[str, str],
-    *,
-    timeout: int,
-    worker: str = WORKER,
-    at_once: int | None = None,
-) -> list[Any]:
-    """Run the script as selected ranks, each in its own process.
-
-    Args:
-        tasks: The tasks, with distinct names.
-        variables: The environment of all.
-        timeout: Seconds that each may take.
-        worker: The module that is run with the tasks, and that writes their records.
-        at_once: The number of processes at a time; by default that of the cores.
-
-    Returns:
-        The records, in the order of the tasks; a `RankRecord` for a process that left none.
-    """
-    at_once = at_once or os.cpu_count() or 1
-    with tempfile.TemporaryDirectory(prefix="accel-check-") as folder:
-        tasks = [replace(task, output=str(Path(folder) / f"{task.name}.record")) for task in tasks]
-        groups = [tasks] if CAN_FORK else [[task] for task in tasks]
-        with ThreadPoolExecutor(at_once) as pool:
-            reasons = pool.map(
-                lambda group: _run(group, variables, timeout=timeout, at_once=at_once, worker=worker), groups
-            )
-            return [
-                pickle.loads(path.read_bytes())  # noqa: S301 - our worker wrote it
-                if (path := Path(task.output)).is_file()
-                else RankRecord(rank=task.rank, stopped=reason)
-                for group, reason in zip(groups, reasons, strict=True)
-                for task in group
-            ]
-
-
-def _run(
-    tasks: Sequence[RankTask], variables: Mapping[str, str], *, timeout: int, at_once: int, worker: str
-) -> str:
-    """Run one process for all ranks; return the reason for ranks without a record."""
-    path = Path(tasks[0].output).with_suffix(".tasks")
-    path.write_bytes(pickle.dumps((tasks, timeout, at_once)))
-    environment = tasks[0].environment if len(tasks) == 1 else {}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", worker, str(path)],
-            env={**variables, **environment},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=None if len(tasks) > 1 else timeout,
-        )
-    except subprocess.TimeoutExpired:
-        return tasks[0].timeout_reason(timeout)
-    return exit_reason(done.returncode, done.stderr)
-
-
-def exit_reason(code: int, output: str) -> str:
-    """Return the reason of a rank whose process has exited without a record."""
-    lines = output.strip().splitlines() or ["no output"]
-    return f"it exited with code {code}: {lines[-1]}"

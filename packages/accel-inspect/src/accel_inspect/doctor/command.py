@@ -6,12 +6,9 @@ import json
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from accel_cli.output import show, working
-from accel_inspect.check.command import settings_of, worker_environ_of_check
-from accel_inspect.check.record import CAN_FORK, run_ranks
 from accel_inspect.doctor.causes import Diagnosis
 from accel_inspect.doctor.compare import compare
 from accel_inspect.doctor.record import (
@@ -20,29 +17,30 @@ from accel_inspect.doctor.record import (
     RANKS,
     RESCALED,
     RESUMED,
-    DoctorTask,
     Records,
     RunRecord,
 )
+from accel_inspect.trial import RankTask, environ_on_cpu, run_ranks, settings_of
 from accel_state.settings import worker_environ
 from accel_state.topology import free_port
 
-WORKER = "accel_inspect.doctor.rank_worker"
+_GRACE_SECONDS = 20
+"""How long the other ranks may wait for one that has failed."""
 
 
 def run(options: Namespace) -> int:
     """Run the script, compare the runs, and show the diagnoses; return 1 if one differs."""
     merged, variables = settings_of(options)
     world = merged.settings.launch.num_processes or 2
-    environ = (
-        worker_environ(merged.settings, variables)
-        if options.on_device
-        else worker_environ_of_check(merged, variables)
-    )
-    with tempfile.TemporaryDirectory(prefix="accel-doctor-") as folder:
-        tasks = make_tasks(options, world, folder)
-        with working(f"running {options.script!r} on {world} ranks and on one process"):
-            records = run_tasks(tasks, environ, timeout=options.timeout)
+    if options.on_device:
+        variables = worker_environ(merged.settings, variables)
+    else:
+        variables = environ_on_cpu(merged, variables)
+    with (
+        tempfile.TemporaryDirectory(prefix="accel-doctor-") as folder,
+        working(f"running {options.script!r} on {world} ranks and on one process"),
+    ):
+        records = run_all(options, world, folder, variables)
     diagnoses = compare(records)
     if options.json:
         show(as_json(records, diagnoses))
@@ -52,44 +50,46 @@ def run(options: Namespace) -> int:
     return int(any(diagnosis.differs for diagnosis in diagnoses))
 
 
-def make_tasks(options: Namespace, world: int, folder: str) -> list[DoctorTask]:
-    """Return the tasks of all processes, run by run."""
+def run_all(options: Namespace, world: int, folder: str, variables: Mapping[str, str]) -> Records:
+    """Run the script once for each comparison, and return the records by run and rank."""
     port = free_port()
     runs = {RANKS: world, ONE: 1, PLAIN: 1}
     if not options.no_resume:
         runs |= {RESUMED: world, RESCALED: 1}
-    return [
-        DoctorTask(
-            script=options.script,
-            arguments=tuple(options.script_arguments),
-            rank=rank,
-            world=size,
-            local_world=size,
-            batches=0,
-            port=port,
-            run=name,
-            steps=options.steps,
-            folder=folder,
-            saves=name == RANKS and not options.no_resume,
-            blocks=options.blocks or 0,
-        )
-        for name, size in runs.items()
-        for rank in range(size)
-    ]
-
-
-def run_tasks(tasks: Sequence[DoctorTask], variables: Mapping[str, str], *, timeout: int) -> Records:
-    """Run the tasks, and return the records by run and rank."""
-    groups = [[*tasks]] if CAN_FORK else [[*run] for _, run in groupby(tasks, key=lambda task: task.run)]
     records: dict[str, list[RunRecord]] = {}
-    for group in groups:
-        results = run_ranks(group, variables, timeout=timeout, worker=WORKER, at_once=len(group))
-        for task, left in zip(group, results, strict=True):
-            if isinstance(left, RunRecord):
-                record = left
-            else:  # the process has left none
-                record = RunRecord(run=task.run, rank=task.rank, world=task.world, stopped=left.stopped)
-            records.setdefault(task.run, []).append(record)
+    for run, size in runs.items():
+        tasks = [
+            RankTask(
+                script=options.script,
+                arguments=tuple(options.script_arguments),
+                rank=rank,
+                world=size,
+                local_world=size,
+                folder=folder,
+                run=run,
+                port=port,
+                steps=options.steps,
+                saves=run == RANKS and not options.no_resume,
+                blocks=options.blocks or 0,
+            )
+            for rank in range(size)
+        ]
+        late = (
+            f"it has not ended: it was stopped after {options.timeout} s (--timeout), or after another rank"
+        )
+        left = run_ranks(
+            tasks,
+            "accel_inspect.doctor.rank_worker",
+            variables,
+            timeout=options.timeout,
+            late=late,
+            at_once=size,
+            grace=_GRACE_SECONDS,
+        )
+        records[run] = [
+            RunRecord(run=run, rank=rank, world=size, stopped=record) if isinstance(record, str) else record
+            for rank, record in enumerate(left)
+        ]
     return records
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,11 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from accel_inspect.check.outputs import keep_outputs
 from accel_inspect.check.patches import replace_names
-from accel_inspect.check.rank_worker import (
-    fork_ranks,
-    import_often_needed,
-    run_file,
-    run_script,
-    write_record,
-)
-from accel_inspect.doctor.record import ONE, PLAIN, RESCALED, DoctorTask
+from accel_inspect.doctor.record import ONE, PLAIN, RESCALED, RunRecord
 from accel_inspect.doctor.recorder import TrainingRecorder
+from accel_inspect.outputs import keep_outputs
+from accel_inspect.trial import RankTask, run_script
 from accel_plugins.strategy import BatchSharding, Bundle
 from accel_train import Accelerator
 from accel_train.data.adapter import PreparedLoader
@@ -39,18 +32,14 @@ from accel_train.step import LocalSGD
 _SEED = 0
 """The seed of every process: a script that sets none is comparable, too."""
 
-_GRACE_SECONDS = 20
-"""How long the other ranks may wait for one that has failed."""
 
-
-def main(task: DoctorTask) -> None:
-    """Run the script in one process, and write its record."""
+def main(task: RankTask) -> RunRecord:
+    """Run the script in one process, and return its record."""
     recorder = TrainingRecorder(task=task)
     install(recorder)
     keep_outputs(task)
     seed()
-    stopped = run_script(task)
-    write_record(task, recorder.finish(stopped))
+    return recorder.finish(run_script(task))
 
 
 def seed() -> None:
@@ -318,19 +307,3 @@ def _record_batch_norms(recorder: TrainingRecorder) -> None:
 
     for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         kind.forward = forward_recorded
-
-
-def run_tasks(tasks: Sequence[DoctorTask], *, timeout: int, at_once: int) -> None:
-    """Run all tasks, one run after the other; the ranks of one run at the same time."""
-    del at_once
-    if len(tasks) == 1:
-        main(tasks[0])
-        return
-    import_often_needed(Path(tasks[0].script))
-    for _, run in groupby(tasks, key=lambda task: task.run):
-        of_run = [*run]
-        fork_ranks(of_run, main, timeout=timeout, at_once=len(of_run), grace=_GRACE_SECONDS)
-
-
-if __name__ == "__main__":
-    run_file(Path(sys.argv[1]), run_tasks)

@@ -1,52 +1,15 @@
-"""Records of the runs of `accel doctor`, and the tasks of their processes. Nothing here imports torch."""
+"""Records of the runs of `accel doctor`. Nothing here imports torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from accel_inspect.check.record import RankTask
 from accel_state.frozen import frozen
 
 RANKS, ONE, PLAIN, RESUMED, RESCALED = "ranks", "one", "plain", "resumed", "rescaled"
 """The runs: on the ranks; on one process with their global batches; on one process as the script is; on the
 ranks from a checkpoint of the first run; from that checkpoint on one process, with the global batches."""
-
-
-@frozen
-class DoctorTask(RankTask):
-    """The arguments of a process of `accel doctor`.
-
-    Args:
-        steps: Optimizer steps of each pass over a training loader.
-        folder: The folder that all processes share.
-        saves: Whether a checkpoint is written after the first optimizer step.
-        blocks: The number of layers that each list of layers is cut to; 0 keeps all.
-    """
-
-    steps: int
-    folder: str
-    saves: bool = False
-    blocks: int = 0
-
-    @property
-    def folders(self) -> tuple[str, ...]:
-        """The shared folder."""
-        return (self.folder,)
-
-    @property
-    def name(self) -> str:
-        """The name of the record."""
-        return f"{self.run}-{self.rank}"
-
-    def timeout_reason(self, timeout: int) -> str:
-        """Return the reason of a process that was stopped."""
-        return f"it has not ended: it was stopped after {timeout} s (--timeout), or after another rank"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables by which launchers pass rank and world size; a single process has none."""
-        return {} if self.run in {ONE, PLAIN} else RankTask.environment.fget(self)  # pyright: ignore[reportOptionalCall] - a property has it
 
 
 @frozen

@@ -35,7 +35,6 @@ from accel_inspect.doctor.record import (
     RESUMED,
     Backward,
     Digest,
-    DoctorTask,
     Gathered,
     LoaderPass,
     ReadBatch,
@@ -43,6 +42,7 @@ from accel_inspect.doctor.record import (
     Schedule,
     Step,
 )
+from accel_inspect.trial import RankTask
 from accel_ops.modules import extract_model_from_parallel, replaced_attributes
 from accel_ops.tree import local_part, walk
 from accel_plugins.ddp import DistributedDataParallelKwargs
@@ -71,7 +71,7 @@ _END: Any = object()
 class TrainingRecorder:
     """Recorder of one process."""
 
-    task: DoctorTask
+    task: RankTask
     save_state: Callable[..., Any] = Accelerator.save_state
     load_state: Callable[..., Any] = Accelerator.load_state
     accelerator: Any = None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_inspect.check.patches import replace_names
-from accel_inspect.check.record import RankTask
+from accel_inspect.trial import RankTask
 from accel_state import environ
 from accel_trackers.general import NullTracker
 
@@ -30,12 +30,11 @@ _TRACKERS_OFF = {
 def keep_outputs(task: RankTask) -> None:
     """Start no runs of trackers, and redirect files that the script writes, moves and removes to a folder.
 
-    The folder is beside the output of the task, and has each file under its absolute path. What the script
-    has written is found again; what it removes stays. Caches, hidden folders of the home directory, and files
-    of the system and of the command are used as usual.
+    The folder is in that of the task, and has each file under its absolute path. What the script has written
+    is found again; what it removes stays. Caches, hidden folders of the home directory, and files of the
+    system and of the command are used as usual.
     """
-    output = Path(task.output).absolute()
-    variables, folder = environ.read(), output.with_name(f"{task.run}-files")
+    variables, folder = environ.read(), Path(task.folder).absolute() / f"{task.run}-files"
     temporary = folder / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
     tempfile.tempdir = str(temporary)
@@ -48,7 +47,7 @@ def keep_outputs(task: RankTask) -> None:
     caches = [
         path for name, path in variables.items() if "CACHE" in name or name in {"HF_HOME", "TORCH_HOME"}
     ]
-    usual = (output.parent, *map(Path, (*task.folders, *caches, "/dev", "/proc", "/sys")))
+    usual = (folder.parent, *map(Path, (*caches, "/dev", "/proc", "/sys")))
     files = _Files(folder, usual)
     for module, name, *redirections in (
         *((os, name, files.read) for name in ("stat", "lstat", "access", "chdir", "readlink")),
