@@ -6,8 +6,7 @@ import pytest
 
 from accel_cli.main import main
 from accel_inspect.doctor.causes import CAUSES, Diagnosis
-from accel_inspect.doctor.compare import clocks, compare, data
-from accel_inspect.doctor.compare_numbers import first_difference, numbers, tolerance_of
+from accel_inspect.doctor.compare import clocks, compare, data, first_difference, numbers, tolerance_of
 from accel_inspect.doctor.record import (
     ONE,
     PLAIN,
@@ -46,7 +45,7 @@ def make_backward(loss, batch=0, items=None):
     )
 
 
-def make_step(*gradient, rate=0.1, backwards=1, position=0, is_prepared=True):
+def make_step(*gradient, rate=0.1, backwards=1, is_prepared=True):
     return Step(
         optimizer=0,
         name="SGD",
@@ -56,9 +55,7 @@ def make_step(*gradient, rate=0.1, backwards=1, position=0, is_prepared=True):
         gradients={"layer.weight": make_digest(*gradient)},
         before={},
         weights={"layer.weight": make_digest(1.0, 2.0)},
-        random="",
-        schedules=(Schedule(name="StepLR", is_prepared=is_prepared, position=position),),
-        seconds=0.0,
+        schedules=(Schedule(name="StepLR", is_prepared=is_prepared),),
     )
 
 

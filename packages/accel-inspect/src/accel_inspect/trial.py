@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pkgutil
 import runpy
 import sys
 import time
@@ -21,6 +22,7 @@ from accel_cli.config_file import read_config
 from accel_state import environ
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
+from accel_state.rank_status import call_site, source_location
 from accel_state.settings import Merged, merge_layers, parse_environ, worker_environ
 
 CONTEXT: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
@@ -213,3 +215,17 @@ def run_script(task: RankTask) -> str:
         lines = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}{where}: {lines[0]}"
     return ""
+
+
+def replace_names(path: str, **patches: Any) -> None:
+    """Set existing attributes of a module or class."""
+    owner = pkgutil.resolve_name(path)
+    for name, patch in patches.items():
+        if not hasattr(owner, name):
+            raise AttributeError(f"{path} has no {name} to replace")
+        setattr(owner, name, patch)
+
+
+def source_line() -> str:
+    """Return file and line of the script that is running."""
+    return source_location(call_site(sys._getframe(1)))[0]

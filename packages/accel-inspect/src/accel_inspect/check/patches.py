@@ -6,7 +6,6 @@ Each fake is set into the module that has the real object, before the modules th
 from __future__ import annotations
 
 import functools
-import itertools
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,16 +23,16 @@ from torch.utils.data import DataLoader
 
 from accel_inspect.check.pipeline import patch_pipelines
 from accel_inspect.check.recorder import CollectiveRecorder, fake_value, is_fake, nbytes_of
-from accel_inspect.check.strategy import FORMS, files_of, record_strategies
-from accel_inspect.trial import RankTask
+from accel_inspect.check.strategy import FORMS, CheckObserver, files_of
+from accel_inspect.trial import RankTask, replace_names
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int, fill_shards
 from accel_plugins.optimizers.matrices import ShardLayout
 from accel_state.collectives import ReduceOp
 from accel_state.libraries import BY_NAME, Fp8Device
 from accel_state.torch_private import FakeTensor, ShardingPropagator, compute_local_shape_and_global_offset
+from accel_train import observing
 from accel_train.checkpoint.contents import form_of_run
-from accel_train.data.transfer import BatchTransfer
 
 
 def install(recorder: CollectiveRecorder, task: RankTask) -> None:
@@ -50,16 +49,8 @@ def install(recorder: CollectiveRecorder, task: RankTask) -> None:
     patch_pipelines(recorder)
     _patch_recipes(recorder)
     _patch_storage(recorder)
-    _patch_loaders(recorder, task.batches)
-
-
-def replace_names(path: str, **patches: Any) -> None:
-    """Set existing attributes of a module or class."""
-    owner = pkgutil.resolve_name(path)
-    for name, patch in patches.items():
-        if not hasattr(owner, name):
-            raise AttributeError(f"{path} has no {name} to replace")
-        setattr(owner, name, patch)
+    observing.observer = observer = CheckObserver(recorder, task.batches)
+    _patch_loaders(recorder, observer)
 
 
 def _patch_values() -> None:
@@ -168,7 +159,6 @@ def _patch_sharding(recorder: CollectiveRecorder) -> None:
     inferring = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta")  # each torch has one of them
     name = next(name for name in inferring if name in vars(propagator))
     setattr(propagator, name, _run_within(recorder.paused, vars(propagator)[name]))
-    replace_names("torch.distributed.fsdp._fully_shard._fsdp_param", _chunk_with_empty=Chunks)
     # Models that libraries make are not sharded: nothing of DeepSpeed runs here.
     replace_names("accel_plugins.deepspeed.plugin.DeepSpeedPlugin", set_deepspeed_weakref=lambda _: None)
 
@@ -184,20 +174,6 @@ def _run_within(context: Callable[[], AbstractContextManager[None]], method: Any
     return type(method)(call) if isinstance(method, (staticmethod, classmethod)) else call
 
 
-class Chunks:
-    """Lazy chunks of a tensor: FSDP needs two of them, and making all is slow in a large world."""
-
-    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
-        self._tensor = tensor
-        self._dim = dim
-        self._length = -(-tensor.size(dim) // num_chunks)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        start = index * self._length
-        length = min(self._length, self._tensor.size(self._dim) - start)
-        return self._tensor.narrow(self._dim, start, length) if length > 0 else self._tensor.new_empty(0)
-
-
 def _patch_communication(recorder: CollectiveRecorder, task: RankTask) -> None:
     """Patch the collectives, and the operations of `accel_ops` that use them."""
     collectives = SingleRankCollectives(recorder, task.rank, task.world)
@@ -206,8 +182,6 @@ def _patch_communication(recorder: CollectiveRecorder, task: RankTask) -> None:
     replace_names("accel_plugins.parallelism.experts", exchange_counts=_share_experts_evenly)
     replace_names("accel_ops.pad", pad_across_processes=operations.pop("pad_across_processes"))
     replace_names("accel_ops.collectives", **operations)
-    registry: Any = import_module("accel_plugins.registry")
-    registry.load = record_strategies(recorder, registry.load)
 
 
 def _share_experts_evenly(
@@ -388,49 +362,18 @@ def _patch_storage(recorder: CollectiveRecorder) -> None:
     torch.save = write_object
 
 
-_END: Any = object()
-
-
-def _patch_loaders(recorder: CollectiveRecorder, batches: int) -> None:
-    """Patch loaders: they yield their first batches only, as fake tensors."""
-    adapter: Any = import_module("accel_train.data.adapter")
+def _patch_loaders(recorder: CollectiveRecorder, observer: CheckObserver) -> None:
+    """Patch loaders: those that are not prepared are read as prepared ones, and all outside of fake mode."""
     preparing: Any = import_module("accel_train.data.prepare")
-    real_pass, real_iter = adapter.PreparedLoader._pass, DataLoader.__iter__
-
-    # 1. Loaders that are iterated yield their first batches.
-    def iter_first(make: Callable[[], Iterator[Any]], loader: Any) -> Iterator[Any]:
-        """Yield the first batches as fake tensors, read outside of fake mode; mark the last one."""
-        vars(loader).update(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
-        with recorder.on_real_tensors():
-            real_batches = make()
-            upcoming = next(real_batches, _END)
-            recorder.record_batch(loader, upcoming)
-        for number in itertools.count(1):
-            if upcoming is _END:
-                return
-            current = recorder.make_fake(upcoming)
-            if number == batches:
-                vars(loader)["end_of_dataloader"] = True
-            yield current
-            if number == batches:
-                break
-            with recorder.on_real_tensors():
-                upcoming = next(real_batches, _END)
-                recorder.record_batch(loader, upcoming)
-        with recorder.on_real_tensors():
-            del real_batches
-
-    def pass_once(self: Any, _: Any) -> Iterator[Any]:
-        return iter_first(lambda: real_pass(self, BatchTransfer()), self)
+    real_iter, real_prepare = DataLoader.__iter__, preparing.prepare_data_loader
 
     def iterate(self: Any) -> Iterator[Any]:
-        return real_iter(self) if recorder.is_on_real_tensors else iter_first(lambda: real_iter(self), self)
+        if recorder.is_on_real_tensors:
+            return real_iter(self)
+        return observer.batches(self, lambda: real_iter(self))
 
-    adapter.PreparedLoader._pass = pass_once
     setattr(DataLoader, "__iter__", iterate)  # noqa: B010 - its declared type is another
-    real_prepare = preparing.prepare_data_loader
 
-    # 2. Loaders are prepared outside of fake mode, and recorded.
     def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
         with recorder.on_real_tensors():
             loader = real_prepare(*args, **{**kwargs, "dispatch_batches": False})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from accel_inspect.check.outputs import keep_outputs
 from accel_inspect.check.patches import install
 from accel_inspect.check.record import RankRecord
 from accel_inspect.check.recorder import CollectiveRecorder
 from accel_inspect.estimate.memory import ModelSizes
 from accel_inspect.estimate.meta_model import sizes_of
-from accel_inspect.outputs import keep_outputs
 from accel_inspect.trial import RankTask, run_script
 from accel_state.torch_private import FakeStore
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import sys
 from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -19,10 +18,10 @@ from torch import Tensor, nn
 from accel_inspect.check.record import File, LoaderRecord, RecordedCollective, SelectedStrategy
 from accel_inspect.estimate.memory import ADAM, Buckets
 from accel_inspect.estimate.trace import LiveStorageTracker, storage_key, wraps_tensors
+from accel_inspect.trial import source_line
 from accel_ops.modules import replaced_attributes
 from accel_ops.tree import local_part
 from accel_plugins.fp8.recipe import plain_tensor
-from accel_state.rank_status import call_site, source_location
 from accel_state.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -184,11 +183,6 @@ class CollectiveRecorder:
         return tree_map(
             lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, data
         )
-
-
-def source_line() -> str:
-    """Return file and line of the script that is running."""
-    return source_location(call_site(sys._getframe(1)))[0]
 
 
 def nbytes_of(data: Any) -> int:

@@ -6,7 +6,7 @@ models stay unsharded, and their memory is estimated.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from accel_inspect.check.record import SelectedStrategy
@@ -27,7 +26,6 @@ from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.deepspeed.strategy import accumulation_of, check_request, configuration_of
-from accel_plugins.fp8.recipe import plain_tensor
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.kwargs import DataLoaderConfiguration, GradientAccumulationPlugin
 from accel_plugins.megatron import strategy as megatron
@@ -43,10 +41,11 @@ from accel_plugins.unsharded import States, check_materialised
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
-from accel_state.torch_private import DTensorSpec, TensorMeta, tree_leaves
+from accel_state.torch_private import tree_leaves
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.contents import form_of_run
 from accel_train.checkpoint.context import CheckpointContext
+from accel_train.observing import Observer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -58,31 +57,55 @@ REAL = frozenset({"fsdp2", "pipeline", "tp"})
 """Strategies whose own code runs in the check: FSDP2, pipelines, tensor and context parallelism."""
 
 
-def record_strategies(
-    recorder: CollectiveRecorder, load: Callable[[str], Callable[..., Strategy]]
-) -> Callable[[str | StrategySpec], Any]:
-    """Wrap `accel_plugins.registry.load`: the strategies that it builds record what they do.
+class CheckObserver(Observer):
+    """Records what strategies do, and replaces those that are not `REAL` by fakes; reads few batches."""
 
-    Those that are not `REAL` are replaced by fakes.
-    """
+    def __init__(self, recorder: CollectiveRecorder, batches: int) -> None:
+        self.recorder, self._num_batches = recorder, batches
 
-    def load_recorded(strategy: str | StrategySpec) -> Callable[..., Strategy]:
-        name = strategy if isinstance(strategy, str) else strategy.name
+    def build(
+        self,
+        spec: StrategySpec,
+        settings: Settings,
+        runtime: Runtime,
+        precision: PrecisionPolicy,
+        handlers: Mapping[type, Any],
+        /,
+    ) -> Strategy:
+        """Build a strategy, or its fake, that is recorded."""
+        recorder, arguments = self.recorder, (settings, runtime, precision, handlers)
+        is_real = spec.name in REAL
+        with recorder.on_real_tensors():  # Meshes need real values.
+            built = super().build(spec, *arguments) if is_real else _fake(recorder, spec.name, *arguments)
+        recorder.strategy = _describe(spec.name, built, handlers)
+        _record(recorder, built, is_real=is_real)
+        return built
 
-        def build(
-            settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-        ) -> Strategy:
-            is_real = name in REAL
-            make = load(name) if is_real else partial(_fake_strategy, recorder, name)
-            with recorder.on_real_tensors():  # Meshes need real values.
-                built = make(settings, runtime, precision, handlers)
-            recorder.strategy = _describe(name, built, handlers)
-            _record(recorder, built, is_real=is_real)
-            return built
+    def batches(self, loader: Any, read: Callable[[], Iterator[Any]]) -> Generator[Any]:
+        """Yield the first batches as fake tensors, read outside of fake mode; mark the last one."""
+        recorder = self.recorder
+        vars(loader).update(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
+        with recorder.on_real_tensors():
+            real_batches = read()
+            upcoming = next(real_batches, _END)
+            recorder.record_batch(loader, upcoming)
+        for number in itertools.count(1):
+            if upcoming is _END:
+                return
+            current = recorder.make_fake(upcoming)
+            if number == self._num_batches:
+                vars(loader)["end_of_dataloader"] = True
+            yield current
+            if number == self._num_batches:
+                break
+            with recorder.on_real_tensors():
+                upcoming = next(real_batches, _END)
+                recorder.record_batch(loader, upcoming)
+        with recorder.on_real_tensors():
+            del real_batches
 
-        return build
 
-    return load_recorded
+_END: Any = object()
 
 
 def _record(recorder: CollectiveRecorder, strategy: Any, *, is_real: bool) -> None:
@@ -113,73 +136,12 @@ def _record(recorder: CollectiveRecorder, strategy: Any, *, is_real: bool) -> No
     def step_recorded(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
         with recorder.stepping(optimizer):
             if is_real:
-                with step_on_local_shards(optimizer):
-                    return step(optimizer, closure)
+                return step(optimizer, closure)
             optimizer.step()
         return True
 
     strategy.check, strategy.wrap = check_silently, wrap_recorded
     strategy.backward, strategy.step = backward_recorded, step_recorded
-
-
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in ("Adam", "AdamW", "Adamax", "Adagrad", "NAdam", "RAdam", "RMSprop", "SGD")
-)
-"""Optimizers that update every element by itself, so that a shard is updated as the full tensor is."""
-
-
-@contextlib.contextmanager
-def step_on_local_shards(optimizer: Optimizer) -> Generator[None]:
-    """Replace the parameters of an `ELEMENTWISE` optimizer by this rank's local shards within the block.
-
-    `DTensor` propagates the sharding of each result, which takes most of a step of many tensors. Afterwards
-    the state is as if the optimizer had updated the DTensors.
-    """
-    if type(optimizer) not in ELEMENTWISE:
-        yield
-        return
-    full = [group["params"] for group in optimizer.param_groups]
-    local = [[_local_parameter(parameter) for parameter in group] for group in full]
-    pairs = [pair for groups in zip(local, full, strict=True) for pair in zip(*groups, strict=True)]
-    state: Any = optimizer.state
-    _set_params(optimizer, local)
-    for shard, parameter in pairs:
-        if shard is not parameter and parameter in state:
-            state[shard] = {name: _local(value) for name, value in state.pop(parameter).items()}
-    try:
-        yield
-    finally:
-        _set_params(optimizer, full)
-        for shard, parameter in pairs:
-            if shard is not parameter and shard in state:
-                state[parameter] = {name: _like(value, parameter) for name, value in state.pop(shard).items()}
-
-
-def _set_params(optimizer: Optimizer, params: list[list[Any]]) -> None:
-    for group, parameters in zip(optimizer.param_groups, params, strict=True):
-        group["params"] = parameters
-
-
-def _local_parameter(parameter: Any) -> Any:
-    if not isinstance(parameter, DTensor):
-        return parameter
-    shard: Any = _local(parameter).detach()
-    shard.grad = None if parameter.grad is None else _local(parameter.grad)
-    return shard
-
-
-def _local(value: Any) -> Any:
-    return plain_tensor(local_part(value)) if isinstance(value, Tensor) else value
-
-
-def _like(value: Any, full: Any) -> Any:
-    """Return the DTensor of a local tensor if its shape is that of a parameter's shard."""
-    if not isinstance(value, Tensor) or value.shape != local_part(full).shape:
-        return value
-    meta = TensorMeta(full.shape, full.stride(), value.dtype)
-    spec = DTensorSpec(full.device_mesh, full.placements, tensor_meta=meta)
-    return DTensor(value, spec, requires_grad=False)  # pyright: ignore[reportCallIssue] - as in `shard_like`
 
 
 def _describe(name: str, strategy: Strategy, handlers: Mapping[type, Any]) -> SelectedStrategy:
@@ -254,7 +216,7 @@ def _megatron_plugin(handlers: Mapping[type, Any]) -> MegatronLMPlugin:
     return handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
 
 
-def _fake_strategy(
+def _fake(
     recorder: CollectiveRecorder,
     name: str,
     settings: Settings,

@@ -6,10 +6,8 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +16,11 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from accel_inspect.check.patches import replace_names
+from accel_inspect.check.outputs import RedirectedFiles, keep_outputs, redirect, unchanged
 from accel_inspect.doctor.record import ONE, PLAIN, RESCALED, RunRecord
 from accel_inspect.doctor.recorder import TrainingRecorder
-from accel_inspect.outputs import keep_outputs
-from accel_inspect.trial import RankTask, run_script
-from accel_plugins.strategy import BatchSharding, Bundle
-from accel_train import Accelerator
+from accel_inspect.trial import RankTask, replace_names, run_script
+from accel_train import Accelerator, observing
 from accel_train.data.adapter import PreparedLoader
 from accel_train.data.shards import BatchSamplerShard, IterableDatasetShard
 from accel_train.step import LocalSGD
@@ -37,7 +33,7 @@ def main(task: RankTask) -> RunRecord:
     """Run the script in one process, and return its record."""
     recorder = TrainingRecorder(task=task)
     install(recorder)
-    keep_outputs(task)
+    _redirect_weights(keep_outputs(task))
     seed()
     return recorder.finish(run_script(task))
 
@@ -52,7 +48,9 @@ def seed() -> None:
 
 def install(recorder: TrainingRecorder) -> None:
     """Put the recorder into the functions that a script calls."""
-    _record_prepare(recorder)
+    observing.observer = recorder
+    if recorder.task.run in {ONE, PLAIN, RESCALED}:
+        _train_alone()
     _record_loaders(recorder)
     _record_steps(recorder)
     _keep_runs_apart(recorder)
@@ -61,71 +59,26 @@ def install(recorder: TrainingRecorder) -> None:
     torch.compiler.set_stance("force_eager")  # compiled code would call the recorder's hooks
 
 
-def _record_prepare(recorder: TrainingRecorder) -> None:
-    """Record strategies and prepared models; a process that stands for all ranks has one with their data."""
-    building: Any = import_module("accel_train.accelerator.build")
-    preparing: Any = import_module("accel_train.accelerator.prepare")
-    load, run_stages = building.load, preparing.run_stages
-
-    def load_recorded(spec: Any) -> Callable[..., Any]:
-        def build(*args: Any) -> Any:
-            strategy = load(spec)(*args)
-            recorder.record_strategy(strategy)
-            if recorder.joins:
-                strategy.sharding = BatchSharding(num_shards=recorder.record.shards, shard_index=0)
-            return strategy
-
-        return build
-
-    def run_recorded(bundle: Any, request: Any) -> Any:
-        _cut(bundle, recorder.task.blocks)
-        with recorder.paused():
-            bundle = run_stages(bundle, request)
-        recorder.record_prepared(request.accelerator, bundle.models)
-        return bundle
-
-    replace_names("accel_train.accelerator.build", load=load_recorded)
-    replace_names("accel_train.accelerator.prepare", run_stages=run_recorded)
-    if recorder.task.run in {ONE, PLAIN, RESCALED}:
-        replace_names(
-            "accel_train.accelerator.build", choose=lambda *_: "single", select_strategy=lambda *_: None
-        )
-        replace_names("accel_train.accelerator", find_plugins=lambda *_: {})
-
-
-def _cut(bundle: Bundle, blocks: int) -> None:
-    """Keep the first layers of each list of layers, and only their parameters in the optimizers."""
-    if not blocks:
-        return
-    removed: set[nn.Parameter] = set()
-    for model in bundle.models:
-        for module in [*model.modules()]:
-            if isinstance(module, nn.ModuleList) and len(module) > blocks:
-                removed.update(module[blocks:].parameters())
-                del module[blocks:]
-        removed -= {*model.parameters()}
-    for optimizer in bundle.optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter not in removed]
+def _train_alone() -> None:
+    """Train in this process alone, whatever the script and the settings ask for."""
+    replace_names(
+        "accel_train.accelerator.build", choose=lambda *_: "single", select_strategy=lambda *_: None
+    )
+    replace_names("accel_train.accelerator", find_plugins=lambda *_: {})
 
 
 def _record_loaders(recorder: TrainingRecorder) -> None:
-    """Record what loaders yield, and end their passes early."""
-    real_pass, real_iter = PreparedLoader._pass, DataLoader.__iter__
-    iterate = BatchSamplerShard.iterate_from
-
-    def pass_recorded(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        return recorder.watch(self, lambda: real_pass(self, *args, **kwargs))
+    """Record what loaders that are not prepared yield, and end all passes early."""
+    real_iter, iterate = DataLoader.__iter__, BatchSamplerShard.iterate_from
 
     def iter_recorded(self: Any) -> Iterator[Any]:
         if recorder.is_reading or isinstance(self, PreparedLoader):
             return real_iter(self)
-        return recorder.watch(self, lambda: real_iter(self))
+        return recorder.batches(self, lambda: real_iter(self))
 
     def iterate_recorded(self: Any, position: int, order: Any = None) -> Iterator[list[int]]:
         return recorder.plan_epoch(iterate, self, position, order)
 
-    replace_names("accel_train.data.adapter.PreparedLoader", _pass=pass_recorded)
     replace_names("torch.utils.data.DataLoader", __iter__=iter_recorded)
     replace_names("accel_train.data.shards.BatchSamplerShard", iterate_from=iterate_recorded)
     if recorder.joins:
@@ -224,41 +177,16 @@ def _keep_runs_apart(recorder: TrainingRecorder) -> None:
         load_state=load_recorded,
         has_checkpoint=property(lambda _: recorder.resumes),
     )
-    _save_by_open()
 
 
-def _save_by_open() -> None:
-    """Let torch and safetensors open files by `open`, which is redirected, and not by themselves."""
-    save, load = torch.save, torch.load
-    tensors: Any = import_module("safetensors.torch")
-    safetensors: Any = import_module("safetensors")
-    real_open, serialize = safetensors.safe_open, safetensors.serialize
-
-    def is_path(file: Any) -> bool:
-        return isinstance(file, (str, Path))
-
-    @functools.wraps(save)
-    def save_by_open(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        with open(f, "wb") if is_path(f) else nullcontext(f) as file:  # noqa: PTH123 - the redirected one
-            save(obj, file, *args, **kwargs)
-
-    @functools.wraps(load)
-    def load_by_open(f: Any, *args: Any, **kwargs: Any) -> Any:
-        with open(f, "rb") if is_path(f) else nullcontext(f) as file:  # noqa: PTH123
-            return load(file.name if is_path(f) else f, *args, **kwargs)
-
-    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
-        with open(filename, "rb") as file:  # noqa: PTH123
-            return real_open(file.name, *args, **kwargs)
-
-    def serialize_file(tensor_dict: Any, filename: Any, metadata: Any = None) -> None:
-        Path(filename).write_bytes(serialize(tensor_dict, metadata))
-
-    torch.save, torch.load = save_by_open, load_by_open
-    tensors.serialize_file = serialize_file
+def _redirect_weights(files: RedirectedFiles) -> None:
+    """Redirect what torch and safetensors open by themselves, and not by `open`."""
+    redirect(torch, "save", unchanged, files.written)
+    redirect(torch, "load", files.read)
+    redirect(import_module("safetensors.torch"), "serialize_file", unchanged, files.written)
     for name in ("safetensors", "safetensors.torch", "transformers.modeling_utils"):
         if name in sys.modules:
-            replace_names(name, safe_open=safe_open)
+            redirect(sys.modules[name], "safe_open", files.read)
 
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")

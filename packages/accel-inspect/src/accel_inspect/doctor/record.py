@@ -85,12 +85,10 @@ class Schedule:
     Args:
         name: Its class.
         is_prepared: Whether it was prepared.
-        position: Its `last_epoch`.
     """
 
     name: str
     is_prepared: bool
-    position: int
 
 
 @frozen
@@ -106,9 +104,7 @@ class Step:
         gradients: Digests by name of the parameter; None for a parameter without a gradient.
         before: Digests of the parameters before the step.
         weights: Digests of the parameters after the step.
-        random: Digest of the state of the default generators.
         schedules: The schedules of the run.
-        seconds: When it ended, since the beginning of the script.
     """
 
     optimizer: int
@@ -119,9 +115,7 @@ class Step:
     gradients: Mapping[str, Digest | None]
     before: Mapping[str, Digest]
     weights: Mapping[str, Digest]
-    random: str
     schedules: tuple[Schedule, ...]
-    seconds: float
 
 
 @frozen

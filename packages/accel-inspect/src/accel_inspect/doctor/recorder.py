@@ -26,7 +26,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from accel_inspect.check.recorder import source_line
 from accel_inspect.doctor.record import (
     ONE,
     PLAIN,
@@ -42,16 +41,18 @@ from accel_inspect.doctor.record import (
     Schedule,
     Step,
 )
-from accel_inspect.trial import RankTask
+from accel_inspect.trial import RankTask, source_line
 from accel_ops.modules import extract_model_from_parallel, replaced_attributes
 from accel_ops.tree import local_part, walk
 from accel_plugins.ddp import DistributedDataParallelKwargs
+from accel_plugins.strategy import BatchSharding, Bundle, Strategy
 from accel_state.accelerator_state import GradientState
 from accel_train import Accelerator
 from accel_train.accelerator.build import PreparedObjects
 from accel_train.data.adapter import PreparedLoader
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.samplers import innermost_sampler
+from accel_train.observing import Observer
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -68,7 +69,7 @@ _END: Any = object()
 
 
 @dataclass(kw_only=True)
-class TrainingRecorder:
+class TrainingRecorder(Observer):
     """Recorder of one process."""
 
     task: RankTask
@@ -134,8 +135,9 @@ class TrainingRecorder:
 
     # 1. What is prepared.
 
-    def record_strategy(self, strategy: Any) -> None:
-        """Record the strategy of the ranks, which all processes read."""
+    def build(self, *arguments: Any) -> Strategy:
+        """Record the strategy of the ranks, whose data a process that stands for all ranks has."""
+        strategy = super().build(*arguments)
         path = Path(self.task.folder) / "shards"
         record, sharding = self.record, strategy.sharding
         record.strategy = strategy.name
@@ -145,6 +147,17 @@ class TrainingRecorder:
                 path.write_text(str(record.shards))
         elif path.is_file():
             record.shards = int(path.read_text())
+        if self.joins:
+            strategy.sharding = BatchSharding(num_shards=record.shards, shard_index=0)
+        return strategy
+
+    def prepare(self, accelerator: Accelerator, bundle: Bundle, run: Callable[[], Bundle]) -> Bundle:
+        """Record prepared objects."""
+        _cut(bundle, self.task.blocks)
+        with self.paused():
+            bundle = run()
+        self.record_prepared(accelerator, bundle.models)
+        return bundle
 
     def record_prepared(self, accelerator: Any, models: Sequence[nn.Module]) -> None:
         """Record the order in which the modules of prepared models are executed."""
@@ -215,7 +228,7 @@ class TrainingRecorder:
         self._retained[id(shard)] = [batches[number] for number in retained]
         yield from self._retained[id(shard)]
 
-    def watch(self, loader: Any, make: Callable[[], Iterator[Any]]) -> Generator[Any]:
+    def batches(self, loader: Any, read: Callable[[], Iterator[Any]]) -> Generator[Any]:
         """Yield the batches of a pass, and record them."""
         if not any(loader is known for known in self._loaders):
             self._loaders.append(loader)
@@ -246,7 +259,7 @@ class TrainingRecorder:
         count = 0
         self._open_passes += 1
         try:
-            inner = self._reading(make)
+            inner = self._reading(read)
             while (batch := self._reading(lambda: next(inner, _END))) is not _END:
                 if not count and is_prepared and shard and not isinstance(loader, DataLoaderDispatcher):
                     retained = self._retained.get(id(shard))
@@ -413,9 +426,7 @@ class TrainingRecorder:
                 },
                 before={name: digest(parameter.detach()) for name, parameter in parameters.items()},
                 weights={},
-                random=_digest_of_generators(),
                 schedules=self._schedules(),
-                seconds=time.perf_counter() - self._started,
             )
         )
 
@@ -487,10 +498,25 @@ class TrainingRecorder:
             Schedule(
                 name=type(schedule).__name__,
                 is_prepared=any(schedule is prepared for prepared in known),
-                position=int(getattr(schedule, "last_epoch", 0)),
             )
             for schedule in self._schedulers
         )
+
+
+def _cut(bundle: Bundle, blocks: int) -> None:
+    """Keep the first layers of each list of layers, and only their parameters in the optimizers."""
+    if not blocks:
+        return
+    removed: set[nn.Parameter] = set()
+    for model in bundle.models:
+        for module in [*model.modules()]:
+            if isinstance(module, nn.ModuleList) and len(module) > blocks:
+                removed.update(module[blocks:].parameters())
+                del module[blocks:]
+        removed -= {*model.parameters()}
+    for optimizer in bundle.optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter not in removed]
 
 
 def digest(tensor: Tensor) -> Digest:

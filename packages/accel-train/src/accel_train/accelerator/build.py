@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from accel_state.runtime import Runtime
 from accel_state.settings import Settings
 from accel_state.settings.model import from_environ
 from accel_trackers.session import TrackerSession
-from accel_train import checkpoint
+from accel_train import checkpoint, observing
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.profiling import StepMeter
 from accel_train.step import EngineCalls, ItemWindow, Synchronizer, bind_step
@@ -378,7 +379,9 @@ def build_strategy(
     ignores = is_on_cpu and GradScalerKwargs not in handlers and not spec.shards_gradients
     if ignores:
         precision = compute_in_float32(precision)
-    strategy = load(spec)(settings, runtime, precision, handlers)
+    observer = observing.observer
+    make = load(spec) if observer is None else partial(observer.build, spec)
+    strategy = make(settings, runtime, precision, handlers)
     if ignores and strategy.precision is precision:
         logger.warning_once(
             "mixed_precision='fp16' on the CPU computes in float32, as with Accelerate; 'bf16' is "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -31,6 +32,7 @@ from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 from accel_state.labels import DynamoBackend
 from accel_state.logging import get_logger
+from accel_train import observing
 from accel_train.accelerator.presharded import adopt_sharded
 from accel_train.data.adapter import DataLoaderAdapter, PreparedLoader
 from accel_train.data.prepare import prepare_data_loader
@@ -66,7 +68,8 @@ def prepare_all(
         kind=kind,
     )
     request = PrepareRequest(accelerator=accelerator, placements=placements, **options)
-    return run_stages(bundle, request).in_order()
+    run, observer = partial(run_stages, bundle, request), observing.observer
+    return (run() if observer is None else observer.prepare(accelerator, bundle, run)).in_order()
 
 
 def prepare_single(

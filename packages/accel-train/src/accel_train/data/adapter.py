@@ -18,6 +18,7 @@ from accel_ops.tree import ignorant_find_batch_size
 from accel_state.accelerator_state import GradientState
 from accel_state.labels import RNGType
 from accel_state.rng import synchronize_rng_states
+from accel_train import observing
 from accel_train.data.reading import (
     END,
     INDEXING,
@@ -580,7 +581,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
 
     def __iter__(self) -> Generator[T_co]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
         """Yield this rank's batches."""
-        return self._pass(batch_transfer(self.device, prefetching=self._non_blocking or self.pin_memory))
+        transfer = batch_transfer(self.device, prefetching=self._non_blocking or self.pin_memory)
+        read, observer = partial(self._pass, transfer), observing.observer
+        return read() if observer is None else observer.batches(self, read)
 
     def _pass(self, transfer: BatchTransfer) -> Generator[Any]:
         """Yield the batches of one iteration."""

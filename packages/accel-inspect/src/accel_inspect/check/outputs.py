@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_inspect.check.patches import replace_names
-from accel_inspect.trial import RankTask
+from accel_inspect.trial import RankTask, replace_names
 from accel_state import environ
 from accel_trackers.general import NullTracker
 
@@ -27,7 +26,7 @@ _TRACKERS_OFF = {
 """The switches of trackers that a script may use without the `Accelerator`."""
 
 
-def keep_outputs(task: RankTask) -> None:
+def keep_outputs(task: RankTask) -> RedirectedFiles:
     """Start no runs of trackers, and redirect files that the script writes, moves and removes to a folder.
 
     The folder is in that of the task, and has each file under its absolute path. What the script has written
@@ -48,7 +47,7 @@ def keep_outputs(task: RankTask) -> None:
         path for name, path in variables.items() if "CACHE" in name or name in {"HF_HOME", "TORCH_HOME"}
     ]
     usual = (folder.parent, *map(Path, (*caches, "/dev", "/proc", "/sys")))
-    files = _Files(folder, usual)
+    files = RedirectedFiles(folder, usual)
     for module, name, *redirections in (
         *((os, name, files.read) for name in ("stat", "lstat", "access", "chdir", "readlink")),
         *((os, name, files.listed) for name in ("listdir", "scandir")),
@@ -56,10 +55,10 @@ def keep_outputs(task: RankTask) -> None:
         *((os, name, files.changed) for name in ("chmod", "utime", "truncate")),
         *((os, name, files.changed, files.written) for name in ("rename", "replace")),
         (os, "mkdir", files.created),
-        (os, "symlink", lambda path: path, files.written),
+        (os, "symlink", unchanged, files.written),
         (shutil, "rmtree", files.emptied),
     ):
-        setattr(module, name, _redirect(getattr(module, name), *redirections))
+        redirect(module, name, *redirections)
     open_file, open_descriptor = io.open, os.open
 
     @functools.wraps(open_file)
@@ -79,20 +78,29 @@ def keep_outputs(task: RankTask) -> None:
     setattr(builtins, "open", open_redirected)  # noqa: B010 - its type has overloads
     setattr(io, "open", open_redirected)  # noqa: B010
     os.open = open_descriptor_redirected
+    return files
 
 
-def _redirect(function: Callable[..., Any], *redirections: Callable[[Any], Any]) -> Callable[..., Any]:
+def redirect(module: Any, name: str, *redirections: Callable[[Any], Any]) -> None:
+    """Replace the first arguments of a function by other paths."""
+    function = getattr(module, name)
+
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         if options.get("dir_fd") is None:
-            paths = [redirect(path) for redirect, path in zip(redirections, args, strict=False)]
+            paths = [redirected(path) for redirected, path in zip(redirections, args, strict=False)]
             args = (*paths, *args[len(paths) :])
         return function(*args, **options)
 
-    return call
+    setattr(module, name, call)
 
 
-class _Files:
+def unchanged(argument: Any) -> Any:
+    """Return an argument that is no path."""
+    return argument
+
+
+class RedirectedFiles:
     """The paths that the functions get in place of the user's, by what they do."""
 
     def __init__(self, folder: Path, excluded: Sequence[Path]) -> None:

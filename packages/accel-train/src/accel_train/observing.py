@@ -1,0 +1,48 @@
+"""The seam of commands that run a script on trial: what its `Accelerator` builds, prepares and reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.registry import load
+
+if TYPE_CHECKING:
+    from accel_plugins.strategy import Bundle, PrecisionPolicy, Strategy, StrategySpec
+    from accel_state.runtime import Runtime
+    from accel_state.settings import Settings
+    from accel_train.accelerator import Accelerator
+    from accel_train.data.adapter import PreparedLoader
+
+
+class Observer:
+    """Is called by every `Accelerator` of this process, once it is `observer`.
+
+    Each method returns what the script gets. Those of this class do what happens without an observer.
+    """
+
+    def build(
+        self,
+        spec: StrategySpec,
+        settings: Settings,
+        runtime: Runtime,
+        precision: PrecisionPolicy,
+        handlers: Mapping[type, Any],
+        /,
+    ) -> Strategy:
+        """Build the strategy of a run."""
+        return load(spec)(settings, runtime, precision, handlers)
+
+    def prepare(self, accelerator: Accelerator, bundle: Bundle, run: Callable[[], Bundle]) -> Bundle:
+        """Prepare the objects of one call."""
+        del accelerator, bundle
+        return run()
+
+    def batches(self, loader: PreparedLoader[Any], read: Callable[[], Generator[Any]]) -> Generator[Any]:
+        """Yield the batches of one pass over a prepared loader."""
+        del loader
+        return read()
+
+
+observer: Observer | None = None
+"""What observes this process."""
