@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.registry import load
 
 if TYPE_CHECKING:
-    from accel_plugins.strategy import Bundle, PrecisionPolicy, Strategy, StrategySpec
-    from accel_state.runtime import Runtime
-    from accel_state.settings import Settings
+    from accel_plugins.strategy import Bundle, Strategy, StrategySpec
     from accel_train.accelerator import Accelerator
     from accel_train.data.adapter import PreparedLoader
 
@@ -21,17 +19,9 @@ class Observer:
     Each method returns what the script gets. Those of this class do what happens without an observer.
     """
 
-    def build(
-        self,
-        spec: StrategySpec,
-        settings: Settings,
-        runtime: Runtime,
-        precision: PrecisionPolicy,
-        handlers: Mapping[type, Any],
-        /,
-    ) -> Strategy:
-        """Build the strategy of a run."""
-        return load(spec)(settings, runtime, precision, handlers)
+    def build(self, spec: StrategySpec, *arguments: Any) -> Strategy:
+        """Build the strategy of a run; the arguments are those of a `StrategyFactory`."""
+        return load(spec)(*arguments)
 
     def prepare(self, accelerator: Accelerator, bundle: Bundle, run: Callable[[], Bundle]) -> Bundle:
         """Prepare the objects of one call."""

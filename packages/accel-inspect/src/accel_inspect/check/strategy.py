@@ -63,17 +63,9 @@ class CheckObserver(Observer):
     def __init__(self, recorder: CollectiveRecorder, batches: int) -> None:
         self.recorder, self._num_batches = recorder, batches
 
-    def build(
-        self,
-        spec: StrategySpec,
-        settings: Settings,
-        runtime: Runtime,
-        precision: PrecisionPolicy,
-        handlers: Mapping[type, Any],
-        /,
-    ) -> Strategy:
+    def build(self, spec: StrategySpec, *arguments: Any) -> Strategy:
         """Build a strategy, or its fake, that is recorded."""
-        recorder, arguments = self.recorder, (settings, runtime, precision, handlers)
+        recorder, handlers = self.recorder, arguments[-1]
         is_real = spec.name in REAL
         with recorder.on_real_tensors():  # Meshes need real values.
             built = super().build(spec, *arguments) if is_real else _fake(recorder, spec.name, *arguments)

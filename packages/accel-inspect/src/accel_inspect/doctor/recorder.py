@@ -45,7 +45,7 @@ from accel_inspect.trial import RankTask, source_line
 from accel_ops.modules import extract_model_from_parallel, replaced_attributes
 from accel_ops.tree import local_part, walk
 from accel_plugins.ddp import DistributedDataParallelKwargs
-from accel_plugins.strategy import BatchSharding, Bundle, Strategy
+from accel_plugins.strategy import BatchSharding, Bundle, Strategy, StrategySpec
 from accel_state.accelerator_state import GradientState
 from accel_train import Accelerator
 from accel_train.accelerator.build import PreparedObjects
@@ -135,9 +135,9 @@ class TrainingRecorder(Observer):
 
     # 1. What is prepared.
 
-    def build(self, *arguments: Any) -> Strategy:
+    def build(self, spec: StrategySpec, *arguments: Any) -> Strategy:
         """Record the strategy of the ranks, whose data a process that stands for all ranks has."""
-        strategy = super().build(*arguments)
+        strategy = super().build(spec, *arguments)
         path = Path(self.task.folder) / "shards"
         record, sharding = self.record, strategy.sharding
         record.strategy = strategy.name
