@@ -121,11 +121,6 @@ def test_options_that_come_too_late_are_named(caplog):
     assert "backend='mpi'" in caplog.text
 
 
-def test_a_backend_of_another_family_is_refused():
-    with patch_environment(rank=0, world_size=2), pytest.raises(SettingsError, match="backend='nccl'"):
-        PartialState(cpu=True, backend="nccl")
-
-
 def test_a_timeout_in_seconds_is_explained():
     with pytest.raises(TypeError, match=r"timeout=30 .*timedelta"):
         PartialState(cpu=True, timeout=30)

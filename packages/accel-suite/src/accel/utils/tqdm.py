@@ -9,8 +9,8 @@ attach(__name__, "accel._internal")
 
 
 class _CallableModule(LazyModule):
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.tqdm(*arguments, **options)
+    def __call__(self, *args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+        return self.tqdm(*args, main_process_only=main_process_only, **kwargs)
 
 
 # Importing this module binds it in its package, where the name is that of a function.
