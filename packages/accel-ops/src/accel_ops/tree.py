@@ -454,15 +454,20 @@ def is_dtensor(value: object) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a `DTensor`, sharing its memory; return any other tensor unchanged."""
-    sharded: Any = tensor
+    return local_parts([tensor])[0]
+
+
+def local_parts(tensors: Iterable[Any]) -> list[Tensor]:
+    """Return this rank's shards of tensors; calls no function for each of what may be thousands."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     # `to_local()` would also wait for the tensor and record autograd.
-    return sharded._local_tensor if is_dtensor(tensor) else tensor
+    return [tensor._local_tensor if isinstance(tensor, kind) else tensor for tensor in tensors]
 
 
 def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return this rank's shards of tensors, grouped by device, for operations on many tensors at once."""
     groups: dict[torch.device, list[Tensor]] = {}
-    for part in map(local_part, tensors):
+    for part in local_parts(tensors):
         groups.setdefault(part.device, []).append(part)
     return [*groups.values()]
 

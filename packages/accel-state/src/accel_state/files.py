@@ -113,14 +113,7 @@ def local_path(path: str | os.PathLike[str], argument: str) -> Path:
 
 @functools.cache
 def libc() -> ctypes.CDLL | None:
-    """Return the C library; `None` on systems other than Linux.
-
-    Example:
-        >>> import os
-        >>> library = libc()
-        >>> library is None or library.getpid() == os.getpid()
-        True
-    """
+    """Return the C library; `None` on systems other than Linux."""
     return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 

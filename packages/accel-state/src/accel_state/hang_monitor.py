@@ -23,10 +23,7 @@ from types import CodeType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import (
-    PrefixStore,
-    Store,
-)
+from torch.distributed import PrefixStore, Store
 
 from accel_state.errors import StalledCollectiveError, first_line
 from accel_state.process_group import clone_store, present_values

@@ -28,10 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (
-    PrefixStore,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, TCPStore
 
 from accel_state.libraries import is_torch_version
 from accel_state.torch_private import process_groups
@@ -180,15 +177,7 @@ def clone_store(store: Any) -> Any:
 
 
 def present_values(store: Any, keys: Sequence[str]) -> dict[str, bytes]:
-    """Return the values of those keys that are in a store, in two requests if all are.
-
-    Example:
-        >>> from torch.distributed import HashStore
-        >>> store = HashStore()
-        >>> store.set("1", "here")
-        >>> present_values(store, ["0", "1", "2"])
-        {'1': b'here'}
-    """
+    """Return the values of those keys that are in a store, in two requests if all are."""
     if not store.check([*keys]):
         keys = [key for key in keys if store.check([key])]
     if keys and store.has_extended_api():

@@ -30,7 +30,9 @@ _Result = TypeVar("_Result")
 
 
 class RemotePath:
-    """A file or folder of an object store, by its fsspec URL. Whatever fails raises an `OSError`.
+    """A file or folder of an object store, by its fsspec URL, with methods of `pathlib.Path`.
+
+    Whatever fails raises an `OSError`.
 
     Args:
         url: Such as `"s3://bucket/run"`; `accel_state.files.any_path` checks it.
@@ -63,21 +65,17 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The part after the last slash."""
         return self._url.rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
-        """The file extension, with its dot."""
         return PurePosixPath(self.name).suffix
 
     @property
     def parent(self) -> RemotePath:
-        """The folder that contains it."""
         return RemotePath(self._url.rpartition("/")[0])
 
     def with_name(self, name: str) -> RemotePath:
-        """Return the path of a sibling."""
         return self.parent / name
 
     def exists(self) -> bool:
@@ -85,7 +83,6 @@ class RemotePath:
         return self._kind() is not None
 
     def is_file(self) -> bool:
-        """Return whether the file exists."""
         return self._kind() == "file"
 
     def is_dir(self) -> bool:
@@ -105,14 +102,12 @@ class RemotePath:
         return int(self._request(lambda fs, path: fs.checksum(path)))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Return the files and folders in the folder."""
         rows: list[str] = self._request(
             lambda fs, path: [row for row in fs.ls(path, detail=False) if row.strip("/") != path.strip("/")]
         )
         return iter([self / row.rstrip("/").rpartition("/")[2] for row in rows])
 
     def glob(self, pattern: str) -> list[RemotePath]:
-        """Return the files and folders in the folder whose names match a pattern."""
         return [entry for entry in self.iterdir() if PurePosixPath(entry.name).match(pattern)]
 
     def sizes(self) -> dict[str, int]:
@@ -128,11 +123,9 @@ class RemotePath:
             return {}
 
     def read_bytes(self) -> bytes:
-        """Return the contents of the file."""
         return self._request(lambda fs, path: fs.cat_file(path))
 
     def read_text(self) -> str:
-        """Return the contents of the file as text."""
         return self.read_bytes().decode()
 
     def write_bytes(self, content: bytes) -> None:
@@ -140,7 +133,6 @@ class RemotePath:
         self._request(lambda fs, path: fs.pipe_file(path, content))
 
     def open(self, mode: Literal["rb"] = "rb") -> BufferedReader:
-        """Open the file for reading."""
         del mode
         return BufferedReader(RemoteFile(self))
 
@@ -163,7 +155,6 @@ class RemotePath:
         self._request(lambda fs, path: fs.cp_file(path, to))
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Delete the file."""
         try:
             self._request(lambda fs, path: fs.rm_file(path))
         except FileNotFoundError:

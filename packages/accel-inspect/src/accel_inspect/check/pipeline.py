@@ -9,7 +9,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_inspect.check.recorder import CollectiveRecorder
@@ -26,7 +25,7 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
     Evaluations, and the pass by which ranks learn what stages pass on, run on a copy of the full model.
     """
     copies: WeakKeyDictionary[Pipeline, nn.Module] = WeakKeyDictionary()
-    owners: dict[int, nn.Module] = {}  # by the identity of the names, which are kept as long as the model
+    full_models: dict[int, nn.Module] = {}  # by the identity of the names, kept as long as the model
     pipeline: Any = Pipeline
     of_strategy: Any = strategy
     of_state: Any = state
@@ -37,7 +36,7 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
     def note_names(model: nn.Module, layout: Layout) -> ModelNames:
         names = names_of(model, layout)
         with recorder.paused():
-            recorder.full_models[model] = owners[id(names)] = copy.deepcopy(model)
+            recorder.full_models[model] = full_models[id(names)] = copy.deepcopy(model)
         return names
 
     def cut_and_copy(self: strategy.StageCutter, model: nn.Module) -> None:
@@ -74,11 +73,24 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
         with recorder.silence(), without_exchange(), torch.no_grad():
             return copies[self].train(self.stages[0].training)(*args, **kwargs)
 
-    def descriptions(names: ModelNames, tensors: Mapping[Any, Any], group: dist.ProcessGroup) -> list[Any]:
-        del tensors
-        full = owners[id(names)].state_dict(keep_vars=True)
-        about = {name: (full[name].shape, full[name].dtype) for name in {*names.first.values()} & {*full}}
-        return [about] * group.size()
+    def find_owners(self: state.PipelineStates, own: Mapping[Any, Any]) -> dict[Any, tuple[int, Any]]:
+        states = {key[1]: value for key, value in own.items() if isinstance(key, tuple)}  # of an optimizer
+        used = {key[0] if isinstance(key, tuple) else key for key in own}
+        names = next(names for names in self.models.values() if used & {*names.ranks})
+        full = full_models[id(names)].state_dict(keep_vars=True)
+        has_buffers = not all(isinstance(value, nn.Parameter) for value in own.values())
+        found: dict[Any, tuple[int, Any]] = {
+            key: (0, value) for key, value in own.items() if key in {*names.state} - {*names.first}
+        }
+        for name, ranks in names.ranks.items():
+            value = full.get(name)
+            if value is None or not (isinstance(value, nn.Parameter) or (has_buffers and not states)):
+                continue
+            for key, like in states.items() or [(None, value)]:
+                shape = value.shape if like.dim() else ()
+                about = torch.empty(shape, dtype=like.dtype, device="meta")
+                found[name if key is None else (name, key)] = ranks[0], about
+        return found
 
     pipeline.probe, pipeline.evaluate = probe, evaluate
     pipeline.train, pipeline.run_stage = run_schedule, run_one_stage
@@ -86,7 +98,7 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
     of_strategy.norm_of = within_stage(of_strategy.norm_of)
     ModelNames.of = note_names  # pyright: ignore[reportAttributeAccessIssue] - called by the class's name
     of_state.all_gather_objects = lambda obj, group: [obj] * group.size()
-    of_state.descriptions = descriptions
+    of_state.PipelineStates._find_owners = find_owners
     of_state.gather_full_tensor = within_stage(of_state.gather_full_tensor)
 
 

@@ -368,12 +368,6 @@ def _check_writable(name: str, value: object) -> None:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    r"""View the contents of a CPU tensor as bytes, without a copy if it is contiguous.
-
-    Example:
-        >>> import torch
-        >>> bytes(as_bytes(torch.tensor([1, 2], dtype=torch.int16)))
-        b'\x01\x00\x02\x00'
-    """
+    r"""View the contents of a CPU tensor as bytes, without a copy if it is contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(plain.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType] - an array is a buffer

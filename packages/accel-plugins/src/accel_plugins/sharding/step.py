@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm
 
-from accel_ops.tree import by_device, local_part
+from accel_ops.tree import by_device, local_parts
 from accel_state import hang_monitor
 from accel_state.errors import UnsupportedError
 
@@ -93,7 +93,7 @@ def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     is_max = norm_type == math.inf
     powers: list[Tensor] = []  # sums of the p-th powers; maxima for the infinity norm
     for axes, group in _by_axes(gradients).items():
-        parts = [*map(local_part, group)]
+        parts = local_parts(group)
         nonempty = [part for part in parts if part.numel()]
         norm = get_total_norm(nonempty, norm_type) if nonempty else parts[0].new_zeros(())
         power = norm if is_max else norm**norm_type
