@@ -23,8 +23,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 
-from accel_bigmodel import cpu_offload
-from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
 from accel_plugins.sharding.shards import ShardedStates
 from accel_plugins.sharding.state import StateForm
@@ -34,14 +32,10 @@ from accel_train import Accelerator, load_custom_state, save_custom_state
 from accel_train.checkpoint import files
 from accel_train.checkpoint.save import Saving
 from accel_train.checkpoint.single_files import (
-    get_model_state,
-    get_state_dict_from_offload,
     load_accelerator_state,
     merge_folder,
     merge_fsdp_weights,
     save_accelerator_state,
-    set_model_state,
-    state_dict_options,
 )
 
 
@@ -848,23 +842,6 @@ def test_the_documented_functions_save_and_load_by_themselves(tmp_path):
     assert counter.value == 4
 
 
-def test_a_model_state_is_read_and_set_as_options_say():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-    sharded = state_dict_options(plugin)
-    plugin.set_state_dict_type("FULL_STATE_DICT")
-    full = state_dict_options(plugin)
-    for options, is_full in ((sharded, False), (full, True)):
-        assert options.full_state_dict is options.broadcast_from_rank0 is is_full
-        assert options.cpu_offload
-    assert state_dict_options(FullyShardedDataParallelPlugin(fsdp_version=1)) is None
-    for value, options in enumerate((None, sharded)):
-        assert list(get_model_state(model, adapter_only=True, sd_options=options)) == list(model.state_dict())
-        filled = {name: torch.full_like(part, value) for name, part in model.state_dict().items()}
-        set_model_state(model, filled, sd_options=options)
-        assert model[0].weight.unique().tolist() == [value]
-
-
 def test_shards_are_merged_by_the_rank_that_asks(tmp_path):
     weights = {"a.weight": torch.ones(2, 2), "b": torch.zeros(3)}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is a single process
@@ -965,26 +942,6 @@ def test_numbers_of_numpy_in_a_state_are_saved_and_loaded(tmp_path):
     for name, value in values.items():
         assert type(restored[name]) is type(value)
         assert np.array_equal(restored[name], value)
-
-
-def test_the_weights_of_an_offloaded_module_replace_those_in_a_state_dict():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    weight = model[0].weight.detach().clone()
-    cpu_offload(model)
-    state = {"0.weight": "replaced", "1.weight": "kept"}
-    assert get_state_dict_from_offload(model[0], "0.weight", state) is state
-    assert torch.equal(state["0.weight"], weight)
-    assert state["1.weight"] == "kept"
-    assert model[0].weight.is_meta
-
-
-def test_the_weights_of_a_module_that_is_the_model_itself_are_replaced_too():
-    model = nn.Linear(2, 2)
-    weight = model.weight.detach().clone()
-    cpu_offload(model)
-    state = get_state_dict_from_offload(model, "weight", {"weight": "replaced", "other": "kept"})
-    assert torch.equal(state["weight"], weight)
-    assert state["other"] == "kept"
 
 
 def test_a_replica_group_whose_state_another_one_saves_has_nothing_to_wait_for(tmp_path):

@@ -12,17 +12,9 @@ from torch import Tensor, nn
 
 from accel_bigmodel.hooks import ModelHook, SequentialHook, add_hook_to_module, hook_of
 from accel_bigmodel.offload import PrefixedDataset
-from accel_bigmodel.placement import (
-    OffloadedParameter,
-    as_parameter,
-    owner_of,
-    set_module_tensor_to_device,
-)
+from accel_bigmodel.placement import OffloadedParameter, as_parameter, owner_of, set_module_tensor_to_device
 from accel_ops.tree import find_device, send_to_device
-from accel_ops.weights.tensors import (
-    get_non_persistent_buffers,
-    named_module_tensors,
-)
+from accel_ops.weights.tensors import get_non_persistent_buffers, named_module_tensors
 from accel_state.torch_private import run_uncompiled
 
 if TYPE_CHECKING:
@@ -243,11 +235,6 @@ class AlignDevicesHook(ModelHook):
     def forward_failed(self, module: nn.Module) -> None:  # noqa: ARG002 - the seam's signature
         """Release the weights."""
         self._release()
-
-    def keep_resident(self) -> None:
-        """Keep the module's current weights on the device."""
-        self.offload = False
-        self.slots = []
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Move offloaded weights back to their original device; those without one stay on the host."""

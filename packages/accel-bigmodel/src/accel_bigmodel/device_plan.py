@@ -285,26 +285,3 @@ def _flat_entries(
 def _parents(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts))]
-
-
-def _get_param_device(param: str, device_map: Mapping[str, T]) -> T:  # pyright: ignore[reportUnusedFunction] - programs call it
-    """Return the device of a parameter: the entry of its innermost module in a device map.
-
-    Raises:
-        ValueError: The map contains none of its modules.
-    """
-    for name in (param, *reversed(_parents(param)), ""):
-        if name in device_map:
-            return device_map[name]
-    raise ValueError(f"The `device_map` does not contain a module around {param!r}.")
-
-
-def get_module_leaves(module_sizes: Mapping[str, object]) -> list[str]:
-    """Return the names in the result of `compute_module_sizes` that are no parent of another name.
-
-    Example:
-        >>> get_module_leaves({"": 3, "fc": 3, "fc.weight": 2, "fc.bias": 1})
-        ['fc.weight', 'fc.bias']
-    """
-    parents = {parent for name in module_sizes for parent in (*_parents(name), "") if parent != name}
-    return [name for name in module_sizes if name not in parents]

@@ -10,20 +10,11 @@ from typing import Any, cast
 
 from accel_convert.adapters import is_adapter, merge_adapter
 from accel_convert.contents import CheckpointContents, OptimizerContents, weights_in
-from accel_convert.deepspeed import (
-    is_engine_state,
-    is_universal,
-    read_engine_state,
-    read_universal,
-)
+from accel_convert.deepspeed import is_engine_state, is_universal, read_engine_state, read_universal
 from accel_convert.megatron import is_megatron, read_megatron
 from accel_convert.names import name_parameters
 from accel_convert.stream import read_lazily
-from accel_ops.weights.layout import (
-    INDEX_SUFFIX,
-    MODEL_NAME,
-    SAFETENSORS_SUFFIX,
-)
+from accel_ops.weights.layout import INDEX_SUFFIX, MODEL_NAME, SAFETENSORS_SUFFIX
 from accel_ops.weights.lazy_tensors import LazyTensor, lazy_safetensors, lazy_torch_file
 from accel_ops.weights.read import find_checkpoint_files
 from accel_plugins.sharding.folder import read_index

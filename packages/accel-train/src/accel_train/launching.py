@@ -35,23 +35,11 @@ from accel_state.device_kinds import CPU, KINDS, DeviceKind, available_kind, pee
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.labels import DistributedType
 from accel_state.partial_state import PartialState
-from accel_state.settings import (
-    Settings,
-    from_environ,
-    merge_layers,
-    parse_file,
-    to_content,
-    worker_environ,
-)
+from accel_state.settings import Settings, from_environ, merge_layers, parse_file, to_content, worker_environ
 from accel_state.settings.model import Precision, value_at
 from accel_state.settings.run import ClusterSettings
 from accel_state.topology import DEFAULT_PORT, detect, is_port_in_use, reserved_port
-from accel_train.worker_errors import (
-    ERROR_FILE,
-    error_of_failure,
-    read_worker_errors,
-    worker_error,
-)
+from accel_train.worker_errors import ERROR_FILE, error_of_failure, read_worker_errors, worker_error
 
 
 class WorkerFailedError(AccelError, RuntimeError):

@@ -23,12 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from accel_cli.launch.launchers import WORKER
 from accel_cli.launch.worker import EXIT_CODE_FILE
 from accel_cli.main import ERROR
-from accel_train.worker_errors import (
-    error_of_failure,
-    format_all_errors,
-    format_errors,
-    read_worker_errors,
-)
+from accel_train.worker_errors import error_of_failure, format_all_errors, format_errors, read_worker_errors
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,15 +11,7 @@ from typing import Any
 from accel_cli.output import show, working
 from accel_inspect.doctor.causes import Diagnosis
 from accel_inspect.doctor.compare import compare
-from accel_inspect.doctor.record import (
-    ONE,
-    PLAIN,
-    RANKS,
-    RESCALED,
-    RESUMED,
-    Records,
-    RunRecord,
-)
+from accel_inspect.doctor.record import ONE, PLAIN, RANKS, RESCALED, RESUMED, Records, RunRecord
 from accel_inspect.trial import RankTask, environ_on_cpu, run_ranks, settings_of
 from accel_state.settings import worker_environ
 from accel_state.topology import free_port

@@ -8,12 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_plugins.kwargs import is_count, resolve_fields
-from accel_plugins.megatron.arguments import (
-    base_args,
-    enter_network_args,
-    optimizer_args,
-    schedule_args,
-)
+from accel_plugins.megatron.arguments import base_args, enter_network_args, optimizer_args, schedule_args
 from accel_plugins.megatron.library import EXTRA
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require

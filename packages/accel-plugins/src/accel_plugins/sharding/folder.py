@@ -33,13 +33,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from accel_plugins.sharding.state import (
-    ABSENT,
-    INDEX_NAME,
-    RankPlanners,
-    local_metadata_file,
-    shard_file,
-)
+from accel_plugins.sharding.state import ABSENT, INDEX_NAME, RankPlanners, local_metadata_file, shard_file
 from accel_state.errors import CheckpointError, did_you_mean
 from accel_state.files import RestrictedUnpickler
 from accel_state.frozen import frozen

@@ -1,4 +1,4 @@
-"""Names under the path by which users of Accelerate import them."""
+"""Names under the path by which users of Accelerate import them. Written by tools/gen_exports.py."""
 
 import sys
 from typing import Any
@@ -9,8 +9,8 @@ attach(__name__, "accel._internal")
 
 
 class _CallableModule(LazyModule):
-    def __call__(self, *args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-        return self.tqdm(*args, main_process_only=main_process_only, **kwargs)
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.tqdm(*arguments, **options)
 
 
 # Importing this module binds it in its package, where the name is that of a function.

@@ -59,11 +59,7 @@ from accel_trackers.session import OnTrackerError, TrackerSession
 from accel_train import checkpoint
 from accel_train.accelerator import build
 from accel_train.accelerator.metrics import gather_real
-from accel_train.accelerator.prepare import (
-    SEAMS,
-    prepare_all,
-    prepare_single,
-)
+from accel_train.accelerator.prepare import SEAMS, prepare_all, prepare_single
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.data.adapter import PreparedLoader, override_even_batches
 from accel_train.data.prepare import skip_first_batches

@@ -7,17 +7,11 @@ import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_ops.weights.layout import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -27,12 +21,7 @@ from accel_plugins import sharding
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.optimizer import without_wrapper
 from accel_plugins.sharding.folder import TensorMetadata
-from accel_plugins.sharding.state import (
-    INDEX_NAME,
-    StateForm,
-    is_sharded_folder,
-    strip_wrapper_prefixes,
-)
+from accel_plugins.sharding.state import INDEX_NAME, StateForm, is_sharded_folder, strip_wrapper_prefixes
 from accel_plugins.unsharded import with_offloaded_weights
 from accel_state import runtime
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError, some_of
@@ -586,30 +575,6 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     return {name: value.to("cpu") if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-def get_state_dict_from_offload(
-    module: nn.Module,
-    module_name: str,
-    state_dict: dict[str, Any],
-    device_to_put_offload: int | str | torch.device = "cpu",
-) -> dict[str, Any]:
-    """Replace the weights of an offloaded module in a state dict of its model, in place.
-
-    Args:
-        module: A module with a hook that offloads it, or without.
-        module_name: The name in the model of one of its tensors, such as `"layers.0.weight"`.
-        state_dict: Tensors by name in the model; those of the module that it has are replaced.
-        device_to_put_offload: The device of the new tensors.
-
-    Returns:
-        `state_dict`.
-    """
-    prefix = "".join(module_name.rpartition(".")[:2])
-    for name, value in with_offloaded_weights(module.state_dict(), module).items():
-        if f"{prefix}{name}" in state_dict:
-            state_dict[f"{prefix}{name}"] = value.to(device_to_put_offload)
-    return state_dict
-
-
 def iter_with_offloaded_weights(
     tensors: Iterator[tuple[str, Tensor]], model: nn.Module
 ) -> Iterator[tuple[str, Tensor]]:
@@ -618,36 +583,3 @@ def iter_with_offloaded_weights(
         is_offloaded = tensor.is_meta
         weight = with_offloaded_weights({name: tensor}, model)[name] if is_offloaded else tensor
         yield name, weight.to(tensor.dtype)
-
-
-def state_dict_options(fsdp_plugin: FullyShardedDataParallelPlugin) -> StateDictOptions | None:
-    """Return how torch reads and sets the state dict of a model under FSDP2; nothing for version 1."""
-    if fsdp_plugin.fsdp_version != 2:
-        return None
-    is_full = form_of(fsdp_plugin) is StateForm.FULL
-    return StateDictOptions(full_state_dict=is_full, broadcast_from_rank0=is_full, cpu_offload=True)
-
-
-def get_model_state(
-    model: nn.Module, adapter_only: bool = False, sd_options: StateDictOptions | None = None
-) -> dict[str, Any]:
-    """Return the state dict of a model, or that of a PEFT model's active adapter, as torch's options say."""
-    if adapter_only and _has_adapter(model):
-        peft, adapted = import_module("peft"), cast("Any", model)
-        return peft.get_peft_model_state_dict(adapted, adapter_name=adapted.active_adapter)
-    return model.state_dict() if sd_options is None else get_model_state_dict(model, options=sd_options)
-
-
-def set_model_state(
-    model: nn.Module,
-    state_dict: dict[str, Any],
-    adapter_only: bool = False,
-    sd_options: StateDictOptions | None = None,
-) -> Any:
-    """Set what `get_model_state` returns; return the names that did not fit."""
-    if adapter_only and _has_adapter(model):
-        peft, adapted = import_module("peft"), cast("Any", model)
-        return peft.set_peft_model_state_dict(adapted, state_dict, adapter_name=adapted.active_adapter)
-    if sd_options is None:
-        return model.load_state_dict(state_dict)
-    return set_model_state_dict(model, state_dict, options=sd_options)

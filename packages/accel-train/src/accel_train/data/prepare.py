@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -433,14 +432,3 @@ def check_count(batches: int) -> int:
     if batches < 0:
         raise ValueError(f"The number of batches to skip is {batches!r}, but must not be negative.")
     return batches
-
-
-_PYTORCH_DATALOADER_KWARGS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(DataLoader).parameters.items()
-    if parameter.default is not parameter.empty
-}
-"""The arguments of torch's loader, with their defaults."""
-
-_PYTORCH_DATALOADER_ADDITIONAL_KWARGS = {"2.6.0": {"in_order": True}}
-"""The arguments that newer versions of torch have added."""
