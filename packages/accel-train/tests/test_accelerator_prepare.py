@@ -1,4 +1,4 @@
-"""Sorting the arguments of `prepare`, and the order of its stages."""
+"""Sorting the arguments of `prepare`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from accel_train.accelerator import Accelerator
-from accel_train.accelerator.prepare import STAGES, kind_of, sort_arguments
+from accel_train.accelerator.prepare import kind_of, sort_arguments
 
 
 def make(kind):
@@ -64,16 +64,16 @@ def test_what_was_prepared_before_passes_through():
     bundle, _ = sort_arguments(
         [model, optimizer], device_placement=None, default=True, prepared=[model, optimizer]
     )
-    assert bundle.others == (model, optimizer)
-    assert bundle.models == ()
+    assert bundle.others == [model, optimizer]
+    assert bundle.models == []
 
 
 def test_wrappers_of_another_accelerator_are_taken_off():
     optimizer = AcceleratedOptimizer(make("optimizers"))
     scheduler = AcceleratedScheduler(make("schedulers"), optimizer)
     bundle, _ = sort_arguments([optimizer, scheduler], device_placement=None, default=True)
-    assert bundle.optimizers == (optimizer.optimizer,)
-    assert bundle.schedulers == (scheduler.scheduler,)
+    assert bundle.optimizers == [optimizer.optimizer]
+    assert bundle.schedulers == [scheduler.scheduler]
 
 
 @pytest.mark.parametrize(
@@ -92,21 +92,6 @@ def test_one_object_of_another_kind_is_refused(method, kind):
 def test_any_object_may_be_a_scheduler():
     schedule = SimpleNamespace(step=lambda: None)
     assert Accelerator(cpu=True).prepare_scheduler(schedule).scheduler is schedule
-
-
-def test_the_order_of_stages_is_the_documented_one():
-    assert list(STAGES) == [
-        "check",
-        "recipe",
-        "tiles",
-        "precision",
-        "sequences",
-        "wrap",
-        "compile",
-        "optimizers",
-        "dataloaders",
-        "schedulers",
-    ]
 
 
 def test_what_is_prepared_is_marked_for_libraries_that_ask():

@@ -502,8 +502,8 @@ def test_objects_in_a_list_are_passed_through_with_a_warning(pack, caplog):
         assert accelerator.prepare([1, "x"], int) == ([1, "x"], int)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
-    assert f"got a {pack.__name__} that contains a Linear" in told[0]
-    assert "got the class Linear" in told[1]
+    assert f"the {pack.__name__} that contains a Linear" in told[0]
+    assert "the class Linear" in told[1]
 
 
 class _LoaderAround:  # as timm's PrefetchLoader

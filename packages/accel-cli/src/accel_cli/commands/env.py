@@ -187,6 +187,5 @@ def describe_devices(kinds: Any) -> dict[str, Any]:
 IMPORTED_FACTS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "torch": ("torch", _torch),
     "devices": ("accel_state.device_kinds", describe_devices),
-    "stages of prepare": ("accel_train.accelerator.prepare", lambda order: ", ".join(order.STAGES)),
 }
 """The facts of modules that need torch, or are in other packages of accel."""

@@ -59,7 +59,7 @@ from accel_trackers.session import OnTrackerError, TrackerSession
 from accel_train import checkpoint
 from accel_train.accelerator import build
 from accel_train.accelerator.metrics import gather_real
-from accel_train.accelerator.prepare import SEAMS, prepare_all, prepare_single
+from accel_train.accelerator.prepare import prepare_all
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.data.adapter import PreparedLoader, override_even_batches
 from accel_train.data.prepare import skip_first_batches
@@ -470,10 +470,10 @@ class Accelerator(RankMethods):
             >>> type(optimizer).__name__
             'AcceleratedOptimizer'
         """
-        replaced = self._replaced_stages()
-        for method in replaced.values():
+        replaced = self._replaced_methods()
+        for method in replaced:
             args = tuple(getattr(self, method)(*args))
-        results = prepare_all(self, args, device_placement, leave_out=replaced)
+        results = prepare_all(self, args, device_placement, replaced=replaced)
         return results[0] if len(results) == 1 else tuple(results)
 
     def prepare_model(
@@ -490,7 +490,7 @@ class Accelerator(RankMethods):
             evaluation_mode: Whether the model is only evaluated: it is moved to the device and converted to
                 its precision, and wrapped only if it cannot run otherwise.
         """
-        return prepare_single(self, "models", model, device_placement, evaluation=evaluation_mode)
+        return prepare_all(self, [model], [device_placement], kind="models", evaluation=evaluation_mode)[0]
 
     def prepare_optimizer(
         self,
@@ -498,7 +498,7 @@ class Accelerator(RankMethods):
         device_placement: bool | None = None,
     ) -> AcceleratedOptimizer:
         """Prepare an optimizer; `device_placement` sets whether its state follows its parameters."""
-        return prepare_single(self, "optimizers", optimizer, device_placement)
+        return prepare_all(self, [optimizer], [device_placement], kind="optimizers")[0]
 
     def prepare_data_loader(
         self,
@@ -513,9 +513,8 @@ class Accelerator(RankMethods):
             device_placement: Whether it moves batches to the device; the accelerator's default if `None`.
             slice_fn_for_dispatch: Splits the batches of a loader that reads only on the main process.
         """
-        return prepare_single(
-            self, "dataloaders", data_loader, device_placement, slice_fn=slice_fn_for_dispatch
-        )
+        options: dict[str, Any] = {"kind": "dataloaders", "slice_fn": slice_fn_for_dispatch}
+        return prepare_all(self, [data_loader], [device_placement], **options)[0]
 
     def prepare_scheduler(
         self, scheduler: LRScheduler, *, step_per: StepPer | None = None
@@ -526,7 +525,7 @@ class Accelerator(RankMethods):
             scheduler: The scheduler.
             step_per: The unit of one step; the value of `Accelerator(step_scheduler_per=…)` if `None`.
         """
-        return prepare_single(self, "schedulers", scheduler, None, step_per=step_per)
+        return prepare_all(self, [scheduler], kind="schedulers", step_per=step_per)[0]
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether a device map spreads a model, or a part of it, over several devices.
@@ -1787,7 +1786,8 @@ class Accelerator(RankMethods):
             "gradient_accumulation_steps": self._parts.synchronizer.state.num_steps,
         }
 
-    # Private methods of Accelerate's class that programs wrap or replace; `SEAMS` has their stages.
+    # Private methods of Accelerate's class that programs replace. Each takes the arguments of `prepare` and
+    # returns them partly prepared; of one that is replaced, `prepare` leaves out its part.
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Set up models for context parallelism."""
@@ -1797,20 +1797,21 @@ class Accelerator(RankMethods):
 
     def _prepare_fsdp2(self, *args: Any) -> list[Any]:
         """Prepare all arguments: models are sharded."""
-        return prepare_all(self, args, leave_out=self._replaced_stages().keys() - {"wrap"})
+        return prepare_all(self, args, replaced={*self._replaced_methods()} - {"_prepare_fsdp2"})
 
-    def _replaced_stages(self) -> dict[str, str]:
-        """Return the stages of `prepare` whose method a program has replaced, as `{stage: method}`."""
+    def _replaced_methods(self) -> list[str]:
+        """Return those of the methods above that a program has replaced, if Accelerate would call them."""
         own, kind = vars(self), type(self)
-        return {
-            stage: method
-            for method, (stage, applies) in SEAMS.items()
-            if (method in own or getattr(kind, method) is not _ORIGINALS[method]) and applies(self)
-        }
+        replaced: list[str] = []
+        if "_prepare_cp" in own or kind._prepare_cp is not _PREPARE_CP:
+            replaced += ["_prepare_cp"] if self._parts.strategy.split_sequences is not None else []
+        if "_prepare_fsdp2" in own or kind._prepare_fsdp2 is not _PREPARE_FSDP2:
+            replaced += ["_prepare_fsdp2"] if self.state.is_fsdp2 else []
+        return replaced
 
 
 # They stay the originals if a program replaces the methods.
-_ORIGINALS = {method: getattr(Accelerator, method) for method in SEAMS}
+_PREPARE_CP, _PREPARE_FSDP2 = Accelerator._prepare_cp, Accelerator._prepare_fsdp2
 _GET_STATE_DICT = Accelerator.get_state_dict
 
 
