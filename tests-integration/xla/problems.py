@@ -51,7 +51,7 @@ def run_guide(*, sharded: bool) -> list[dict]:
 def check_conformance(name: str, build, handlers: dict, directory: Path) -> None:
     """Run a check of the public suite for strategies."""
     PartialState()
-    run = runtime.current_or_single()
+    run = runtime.active
     subject = StrategySubject(
         make=lambda: build(Settings(), run, build_precision("no", run.device), handlers),
         runtime=run,

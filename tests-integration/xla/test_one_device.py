@@ -386,7 +386,7 @@ def test_every_rank_executes_what_it_saves_and_the_main_process_writes(tmp_path)
     torch_xla.sync(wait=True)
     other = replace(runtime.current(), topology=Topology(rank=1, world_size=2, local_rank=1))
     for rank, run in enumerate([runtime.current(), other]):
-        runtime._current = run
+        runtime.active = run
         before = counts()
         path = tmp_path / str(rank)
         save({"twice": [tensor * (2 + rank), tensor + 1]}, path)

@@ -34,7 +34,7 @@ class FromRank0:
 def rank1(monkeypatch):
     def make(sent: torch.Tensor) -> FromRank0:
         collectives = FromRank0(sent)
-        monkeypatch.setattr(runtime, "_current", runtime.Runtime(collectives=collectives))
+        monkeypatch.setattr(runtime, "active", runtime.Runtime(collectives=collectives))
         return collectives
 
     return make

@@ -53,7 +53,7 @@ def test_the_printed_form_is_the_documented_one():
 def test_the_runtime_is_there_after_the_state_and_gone_after_the_reset():
     with pytest.raises(runtime.NotStartedError, match="PartialState"):
         runtime.current()
-    assert runtime.current_or_single().collectives.world_size == 1
+    assert runtime.active.collectives.world_size == 1
     state = PartialState(cpu=True)
     assert runtime.current() is state.runtime
     PartialState._reset_state()

@@ -20,7 +20,7 @@ from accel_train import Accelerator
 @pytest.fixture
 def four_processes(monkeypatch):
     topology = Topology(rank=0, world_size=4, local_rank=0, local_world_size=4)
-    monkeypatch.setattr(runtime, "_current", runtime.Runtime(topology=topology))
+    monkeypatch.setattr(runtime, "active", runtime.Runtime(topology=topology))
 
 
 def make(schedule=None, **options):

@@ -240,7 +240,7 @@ class BroadcastSource(Source):
     def get(self, name: str) -> Tensor:
         # The tensor is on the device of the collectives, on every rank.
         on_host = distributed.get_backend() in ("gloo", "mpi")
-        device = torch.device("cpu") if on_host else runtime.current_or_single().device
+        device = torch.device("cpu") if on_host else runtime.active.device
         shape, dtype = self.tensors[name]
         if self._source is not None:
             tensor = self._source.get(name).to(device).contiguous()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from accel_ops.tree import recursively_apply, stray_leaf, walk
+from accel_ops.tree import replace_leaves, stray_leaf, walk
+from accel_state import runtime
 from accel_state.collectives import Collectives, ReduceOp, agree
 from accel_state.device_kinds import WITHOUT_STORAGE, runtime_module
-from accel_state.runtime import Runtime, current_or_single
+from accel_state.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -58,15 +57,14 @@ def gather(tensor: T) -> T:
         >>> gather({"loss": torch.ones(1)})
         {'loss': tensor([1.])}
     """
-    runtime = current_or_single()
-    if _is_alone(runtime):
+    run = runtime.active
+    if _is_alone(run):
         return tensor
-    leaves, rows = _agree(runtime, "gather", tensor, rows_differ=True)
-    results: dict[str, Tensor] = {}
+    leaves, messages, rows = _agree(run, "gather", tensor, rows_differ=True)
     with torch.no_grad():
-        for paths in _messages(leaves, rows):
-            results |= _gather(runtime.collectives, leaves, paths, rows)
-    return _rebuild(tensor, results)
+        for paths in messages:
+            _gather(run.collectives, leaves, paths, rows)
+    return replace_leaves(tensor, iter(leaves.values()))
 
 
 def gather_object(object: Any) -> Any:  # noqa: A002 - the documented name
@@ -85,11 +83,11 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - the documented name
         >>> gather_object(["cat", "dog"])
         ['cat', 'dog']
     """
-    runtime = current_or_single()
-    if runtime.collectives.world_size == 1:
+    ranks = runtime.active.collectives
+    if ranks.world_size == 1:
         return object
     kind = "list" if isinstance(object, (list, tuple)) else type(object).__name__
-    parts = agree(runtime.collectives, "gather_object()", {"": kind}, object)
+    parts = agree(ranks, "gather_object()", {"": kind}, object)
     if kind != "list":
         raise TypeError(f"gather_object concatenates lists, not a {type(object)}. Pass [object] instead.")
     return [item for part in parts for item in part]
@@ -115,17 +113,17 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
         >>> broadcast([torch.ones(1)])
         [tensor([1.])]
     """
-    runtime = current_or_single()
-    ranks = runtime.collectives
+    run = runtime.active
+    ranks = run.collectives
     if ranks.world_size == 1:
         return tensor
     _check_source(from_process, ranks)
-    if _is_alone(runtime):
+    if _is_alone(run):
         return tensor
-    leaves, _ = _agree(runtime, f"broadcast(from_process={from_process})", tensor)
+    leaves, messages, _ = _agree(run, f"broadcast(from_process={from_process})", tensor)
     targets = dict(walk(tensor))
     with torch.no_grad():
-        for paths in _messages(leaves):
+        for paths in messages:
             flat = _joined(leaves, paths)
             ranks.broadcast(flat, from_process)
             if ranks.rank == from_process:
@@ -153,8 +151,7 @@ def broadcast_object_list(object_list: T, from_process: int = 0) -> T:
         >>> broadcast_object_list(["run-7"])
         ['run-7']
     """
-    runtime = current_or_single()
-    ranks = runtime.collectives
+    ranks = runtime.active.collectives
     if ranks.world_size == 1:
         return object_list
     _check_source(from_process, ranks)
@@ -202,10 +199,10 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
         raise ValueError(
             f"reduction={reduction!r} is unknown. Choose one of {', '.join(map(repr, _REDUCTIONS))}."
         )
-    runtime = current_or_single()
-    ranks, op, is_alone = runtime.collectives, _REDUCTIONS[reduction], _is_alone(runtime)
+    run = runtime.active
+    ranks, op, is_alone = run.collectives, _REDUCTIONS[reduction], _is_alone(run)
     name = op if reduction == "none" else reduction
-    leaves, _ = _agree(runtime, f"reduce({name!r}, scale={float(scale)!r})", tensor)
+    leaves, messages, _ = _agree(run, f"reduce({name!r}, scale={float(scale)!r})", tensor)
     for path, leaf in leaves.items():
         if leaf.dtype.is_complex and op != "sum":
             raise TypeError(
@@ -214,9 +211,8 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
             )
     divisor = 1 if is_alone or reduction != "mean" else ranks.world_size
     is_scaled = reduction == "mean" or scale != 1.0
-    results: dict[str, Tensor] = {}
     with torch.no_grad():
-        for paths in [[path] for path in leaves] if is_alone else _messages(leaves):
+        for paths in messages:
             flat = _joined(leaves, paths)
             total = _operand(flat) if is_scaled else flat
             if total is flat and len(paths) == 1:
@@ -226,33 +222,50 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
             final = _scaled(total, flat.dtype, divisor, scale) if is_scaled else total
             for path, part in _split(final, leaves, paths):
                 # In memory of its own: an in-place change of one result leaves the others alone.
-                results[path] = part if len(paths) == 1 else part.clone()
-    return _rebuild(tensor, results)
+                leaves[path] = part if len(paths) == 1 else part.clone()
+    return replace_leaves(tensor, iter(leaves.values()))
 
 
 def _agree(
-    runtime: Runtime, call: str, data: Any, *, rows_differ: bool = False
-) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-    """Compare the calls of all ranks, and return the tensors by path as they are sent.
+    run: Runtime, call: str, data: Any, *, rows_differ: bool = False
+) -> tuple[dict[str, Tensor], list[list[str]], dict[str, tuple[int, ...]]]:
+    """Compare the calls of all ranks, and plan the messages.
 
     Args:
-        runtime: The runtime of this process.
+        run: The runtime of this process.
         call: The operation and its other arguments.
         data: The nested data.
         rows_differ: Sizes of dimension 0 need not agree.
 
     Returns:
-        The tensors by path, contiguous, on the device of the run, and in the same order on every rank; and
-        the number of rows of each on every rank.
+        The tensors by path, contiguous, on the device of the run, in the order of `walk`; the paths of each
+        message, in the same order on every rank: those of a dtype, and large leaves alone; and the number of
+        rows of each leaf on every rank.
     """
-    leaves: dict[str, Any] = dict(sorted(walk(data), key=itemgetter(0)))
-    by_rank: list[list[int]] = []
-    if not _is_alone(runtime):
-        facts = {path: _describe(leaf, rows_differ=rows_differ) for path, leaf in leaves.items()}
-        own = [len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else 1 for leaf in leaves.values()]
-        by_rank = agree(runtime.collectives, call, facts, own)
-    for path, leaf in leaves.items():
-        operation = call.partition("(")[0]
+    leaves: dict[str, Any] = dict(walk(data))
+    in_order, is_alone, operation = sorted(leaves), _is_alone(run), call.partition("(")[0]
+    rows: dict[str, tuple[int, ...]] = {}
+    if not is_alone:
+        facts: dict[str, str] = {}
+        own: list[int] = []
+        for path in in_order:
+            leaf = leaves[path]
+            shape: list[Any] = []
+            if not isinstance(leaf, Tensor):
+                facts[path] = type(leaf).__name__
+            elif leaf.is_nested:
+                facts[path] = "a nested tensor"
+            else:
+                shape = [*leaf.shape]
+                of_rows = ["*"] if rows_differ and shape else shape[:1]
+                sizes = ", ".join(map(str, of_rows + shape[1:]))
+                facts[path] = f"{str(leaf.dtype).removeprefix('torch.')}[{sizes}]"  # such as float32[2, 3]
+            own.append(shape[0] if shape else 1)
+        by_rank = agree(run.collectives, call, facts, own)
+        rows = dict(zip(in_order, zip(*by_rank, strict=True), strict=False))  # none without leaves
+    messages: dict[tuple[str, str], list[str]] = {}
+    for path in in_order:
+        leaf = leaves[path]
         if not isinstance(leaf, Tensor):
             raise stray_leaf(data, operation)
         if leaf.is_nested or leaf.layout is not torch.strided:
@@ -260,81 +273,54 @@ def _agree(
                 f"{operation}(): data{path} is a sparse or nested tensor, but collectives take dense ones. "
                 f"Pass its {'to_padded_tensor()' if leaf.is_nested else 'to_dense()'}."
             )
-        device = leaf.device if runtime.collectives.world_size == 1 else runtime.device
-        leaves[path] = leaf.detach().to(device).contiguous().resolve_conj()
-    return leaves, dict(zip(leaves, zip(*by_rank, strict=True), strict=False))
-
-
-def _describe(leaf: Any, *, rows_differ: bool) -> str:
-    """Describe a leaf, such as `float32[2, 3]`; with `rows_differ` as `float32[*, 3]`."""
-    if not isinstance(leaf, Tensor):
-        return type(leaf).__name__
-    if leaf.is_nested:
-        return "a nested tensor"
-    shape = [*map(str, leaf.shape)]
-    if rows_differ and shape:
-        shape[0] = "*"
-    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}]"
-
-
-def _rebuild(data: T, results: Mapping[str, Tensor]) -> T:
-    in_order = iter([results[path] for path, _ in walk(data)])
-    return recursively_apply(lambda _: next(in_order), data)
-
-
-def _messages(
-    leaves: Mapping[str, Tensor], rows: Mapping[str, Sequence[int]] | None = None
-) -> list[list[str]]:
-    """Return the paths that are sent together on all ranks: those of a dtype, and large leaves alone."""
-    messages: dict[tuple[str, str], list[str]] = {}
-    for path, leaf in leaves.items():
-        count = max(rows[path]) * math.prod(leaf.shape[1:]) if rows else leaf.numel()
-        alone = path if count * leaf.dtype.itemsize >= LARGE else ""
+        device = leaf.device if run.collectives.world_size == 1 else run.device
+        leaves[path] = leaf = leaf.detach().to(device).contiguous().resolve_conj()
+        count = max(rows[path]) * leaf.shape[1:].numel() if rows_differ else leaf.numel()
+        alone = path if is_alone or count * leaf.dtype.itemsize >= LARGE else ""
         messages.setdefault((str(leaf.dtype), alone), []).append(path)
-    return list(messages.values())
+    return leaves, [*messages.values()], rows
 
 
 def _joined(leaves: Mapping[str, Tensor], paths: Sequence[str]) -> Tensor:
     """Return leaves in one flat tensor: a single leaf itself, several in new memory."""
-    flat = [leaves[path].view(-1) for path in paths]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
+    if len(paths) == 1:
+        return leaves[paths[0]].view(-1)
+    return torch.cat([leaves[path].view(-1) for path in paths])
 
 
 def _split(flat: Tensor, leaves: Mapping[str, Tensor], paths: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield paths, and views of their leaves in a flat tensor."""
-    for path, part in zip(paths, flat.split([leaves[path].numel() for path in paths]), strict=True):
+    parts = [flat] if len(paths) == 1 else flat.split([leaves[path].numel() for path in paths])
+    for path, part in zip(paths, parts, strict=True):
         yield path, part.view(leaves[path].shape)
 
 
 def _gather(
-    ranks: Collectives,
-    leaves: Mapping[str, Tensor],
-    paths: Sequence[str],
-    rows: Mapping[str, Sequence[int]],
-) -> dict[str, Tensor]:
-    """Gather leaves of one dtype in one message; `rows` are the rows of each leaf on each rank."""
-    sizes = [[count * math.prod(leaves[path].shape[1:]) for count in rows[path]] for path in paths]
-    by_rank = [*zip(*sizes, strict=True)]
-    longest = max(map(sum, by_rank))
+    ranks: Collectives, leaves: dict[str, Tensor], paths: Sequence[str], rows: Mapping[str, Sequence[int]]
+) -> None:
+    """Replace leaves of one dtype by those of all ranks, in one message; `rows` are their rows on each."""
+    sizes: list[list[int]] = [[] for _ in range(ranks.world_size)]  # elements by rank and leaf
+    for path in paths:
+        for of_rank, count in zip(sizes, rows[path], strict=True):
+            of_rank.append(count * leaves[path].shape[1:].numel())
+    totals = [*map(sum, sizes)]
+    longest, is_uneven = max(totals), min(totals) < max(totals)
     flat = _joined(leaves, paths)
-    if len({*by_rank}) > 1:
+    if is_uneven:
         flat = torch.cat([flat, flat.new_empty(longest - len(flat))])
         if flat.device.type in WITHOUT_STORAGE:
             # Ranks pad differently, so the padding must not be in the program of the collective.
             runtime_module(flat.device).flush()
     received = flat.new_empty(ranks.world_size, longest)
     ranks.all_gather_into(received, flat)
-    gathered: dict[str, Tensor] = {}
-    begin = [0] * ranks.world_size
-    for path, of_ranks in zip(paths, sizes, strict=True):
-        shape = (sum(rows[path]), *leaves[path].shape[1:])
-        parts = [
-            row[start : start + size] for row, start, size in zip(received, begin, of_ranks, strict=True)
-        ]
-        begin = [start + size for start, size in zip(begin, of_ranks, strict=True)]
-        is_all = received.numel() == math.prod(shape) and len(paths) == 1
-        gathered[path] = (received if is_all else torch.cat(parts)).view(shape)
-    return gathered
+    if len(paths) == 1 and not is_uneven:
+        leaves[paths[0]] = received.view(sum(rows[paths[0]]), *leaves[paths[0]].shape[1:])
+        return
+    by_rank = [
+        row[:total].split(of_rank) for row, total, of_rank in zip(received, totals, sizes, strict=True)
+    ]
+    for path, parts in zip(paths, zip(*by_rank, strict=True), strict=True):
+        leaves[path] = torch.cat(parts).view(sum(rows[path]), *leaves[path].shape[1:])
 
 
 def _operand(flat: Tensor) -> Tensor:
@@ -358,11 +344,11 @@ def _scaled(total: Tensor, dtype: torch.dtype, divisor: int, scale: float) -> Te
     return total.to(dtype)
 
 
-def _is_alone(runtime: Runtime) -> bool:
+def _is_alone(run: Runtime) -> bool:
     """Return whether there is no other rank, or the compiler computes with the data of all (XLA's SPMD)."""
-    if runtime.collectives.world_size == 1:
+    if run.collectives.world_size == 1:
         return True
-    return runtime.device.type in WITHOUT_STORAGE and runtime_module(runtime.device).is_global()
+    return run.device.type in WITHOUT_STORAGE and runtime_module(run.device).is_global()
 
 
 def _check_source(from_process: int, ranks: Collectives) -> None:

@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 
 from accel_ops.tree import recursively_apply, stray_leaf, walk
+from accel_state import runtime
 from accel_state.collectives import agree
-from accel_state.runtime import current_or_single
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: float = 0, pad_firs
         >>> pad_across_processes(torch.ones(2))
         tensor([1., 1.])
     """
-    collectives = current_or_single().collectives
+    collectives = runtime.active.collectives
     leaves = list(walk(tensor))
     if not all(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
         raise stray_leaf(tensor, "pad_across_processes")

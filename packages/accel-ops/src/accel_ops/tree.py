@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from types import NoneType
@@ -15,8 +15,8 @@ from typing import Any, ParamSpec, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
+from accel_state import runtime
 from accel_state.errors import DistributedOperationException
-from accel_state.runtime import current_or_single
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,6 +67,8 @@ def honor_type(obj: Any, generator: Any) -> Any:
 
 def children(data: Any) -> list[tuple[Any, Any]] | None:
     """Return the keys (or indices, or field names) and values of a container; None for a leaf."""
+    if isinstance(data, Tensor):
+        return None
     if isinstance(data, (list, tuple)):
         return list(enumerate(data))
     if isinstance(data, Mapping):
@@ -74,6 +76,15 @@ def children(data: Any) -> list[tuple[Any, Any]] | None:
     if is_dataclass_instance(data):
         return [(field.name, getattr(data, field.name)) for field in dataclasses.fields(data)]
     return None
+
+
+def replace_leaves(data: T, values: Iterator[Any]) -> T:
+    """Return the same structure with other leaves, in the order of `walk`."""
+    inside = children(data)
+    if inside is None:
+        new: Any = next(values)
+        return new
+    return rebuild(data, [replace_leaves(value, values) for _, value in inside])
 
 
 def is_dataclass_instance(data: Any) -> bool:
@@ -364,8 +375,8 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         >>> copy_tensor_to_devices(torch.ones(1))
         tensor([1.])
     """
-    runtime = current_or_single()
-    collectives = runtime.collectives
+    run = runtime.active
+    collectives = run.collectives
     own = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
     calls = collectives.all_gather_object(own)
     owners = [rank for rank, facts in enumerate(calls) if facts is not None]
@@ -377,7 +388,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     if tensor is None:
         dtype, shape = calls[owners[0]]
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    copy = tensor.detach().to(runtime.device, copy=True).contiguous()
+    copy = tensor.detach().to(run.device, copy=True).contiguous()
     collectives.broadcast(copy, owners[0])
     return copy
 

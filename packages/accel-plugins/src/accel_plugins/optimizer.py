@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLR
 
 from accel_ops.tree import send_to_device
 from accel_plugins.precision import LossScaling, step_unscaled
+from accel_state import runtime
 from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_state.errors import SettingsError
 from accel_state.logging import get_logger
-from accel_state.runtime import current_or_single
 
 if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
@@ -330,7 +330,7 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
         self.gradient_state = GradientState()
-        all_ranks = current_or_single().topology.world_size if num_shards is None else num_shards
+        all_ranks = runtime.active.topology.world_size if num_shards is None else num_shards
         processes = 1 if split_batches else all_ranks
         self._steps_per_update = processes if step_per in {None, "process"} else 1
         self._counts_samples = step_per == "sample" and not isinstance(scheduler, ReduceLROnPlateau)

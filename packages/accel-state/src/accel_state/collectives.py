@@ -113,9 +113,13 @@ def agree(
     """
     facts = facts or {}
     digest = hashlib.blake2b(repr((call, sorted(facts.items()))).encode(), digest_size=8).digest()
-    answers = ranks.all_gather_object((digest, value))
-    if all(other == digest for other, _ in answers):
-        return [other for _, other in answers]
+    values: list[Any] = []
+    for other, of_rank in ranks.all_gather_object((digest, value)):
+        if other != digest:
+            break
+        values.append(of_rank)
+    else:
+        return values
     location, _ = source_location(call_site(sys._getframe()))
     calls = ranks.all_gather_object((location, call, facts))
     is_same_call = len({text for _, text, _ in calls}) == 1
@@ -261,7 +265,11 @@ class TorchCollectives:
         with collective_scope("all_reduce"):
             buffer = self._transferable(tensor)
             wider = _WIDER.get(buffer.dtype)
-            total = _as_reduced(buffer) if wider is None else buffer.to(wider)
+            total = buffer if wider is None else buffer.to(wider)
+            if total.is_complex():
+                total = torch.view_as_real(total)
+            elif total.dtype == torch.uint64:  # two's complement: sum and product are the same, signed or not
+                total = total.view(torch.int64)
             unsigned = buffer.dtype == torch.uint64 and op in {"max", "min"}
             if unsigned:
                 total.bitwise_xor_(_SIGN)  # This maps the order of unsigned numbers to that of signed ones.
@@ -284,7 +292,7 @@ class TorchCollectives:
                 rows = received.cpu().view(self.world_size, size)
                 longest = int(rows[:, :_HEAD].contiguous().view(torch.int64).max())
                 if longest <= size:
-                    return [pickle.loads(row) for row in rows[:, _HEAD:].numpy()]  # noqa: S301 - of our ranks
+                    return [*map(pickle.loads, rows[:, _HEAD:].numpy())]  # of our ranks
                 size = longest
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
@@ -331,14 +339,6 @@ def _as_sendable(tensor: Tensor) -> Tensor:
         return tensor
     flat = tensor.reshape(-1)
     return torch.view_as_real(flat) if flat.is_complex() else flat.view(torch.uint8)
-
-
-def _as_reduced(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor in a dtype that every backend reduces."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    # Two's complement: sum and product are the same, signed or not.
-    return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor
 
 
 # Types that every recording device has collectives for, and the types as which they are sent or reduced.

@@ -48,7 +48,7 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
         for rank in range(topology.world_size):
             if rank == topology.rank:
                 self.logger.log(level, message, *args, **options)
-            runtime.current_or_single().barrier()
+            runtime.active.barrier()
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Log a warning once for the same arguments."""

@@ -81,7 +81,7 @@ def synchronize_tensor_parallel_rng() -> None:
     group = _tensor_parallel_group()
     if group is None:
         return
-    kind = runtime.current_or_single().kind
+    kind = runtime.active.kind
     on_device = None if kind.type == "cpu" else kind.module.get_rng_state()
     states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device]
     dist.broadcast_object_list(states, group=group, group_src=0)
@@ -121,7 +121,7 @@ def synchronize_rng_states(
         generator: The generator, for `"generator"`.
     """
     sources = [rng_source(rng_type, generator) for rng_type in rng_types]
-    collectives = runtime.current_or_single().collectives
+    collectives = runtime.active.collectives
     if collectives.world_size == 1 or not sources:
         return
     states = [source.read() for source in sources]

@@ -65,8 +65,9 @@ class Runtime:
         self.collectives.barrier()
 
 
-_SINGLE = Runtime()
-_current: Runtime | None = None
+SINGLE = Runtime()
+active = SINGLE
+"""The runtime of this process; a single-process CPU runtime until one is started."""
 
 GROUP_OPTIONS = frozenset({
     "backend", "init_method", "timeout", "world_size", "rank", "store", "group_name", "pg_options",
@@ -87,7 +88,7 @@ def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False,
         SettingsError, UnsupportedError: As in `PartialState`.
         TypeError: `group` contains an unknown option.
     """
-    global _current  # noqa: PLW0603 - the one runtime of a process
+    global active  # noqa: PLW0603 - the one runtime of a process
     unknown = sorted(set(group) - GROUP_OPTIONS)
     if unknown:
         raise TypeError(
@@ -107,7 +108,7 @@ def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False,
     if topology.world_size > 1:
         _check_peer_access(kind, variables)
         runtime = _join(runtime, variables, group)
-    _current = runtime
+    active = runtime
     return runtime
 
 
@@ -133,30 +134,25 @@ def current() -> Runtime:
     Raises:
         NotStartedError: There is none yet.
     """
-    if _current is None:
+    if active is SINGLE:
         raise NotStartedError(
             "This process does not know its place yet. Make an `Accelerator()` or a `PartialState()` first."
         )
-    return _current
-
-
-def current_or_single() -> Runtime:
-    """Return the runtime of this process, or a single-process CPU runtime if none is started."""
-    return _current or _SINGLE
+    return active
 
 
 def current_topology() -> Topology:
     """Return the topology of this process, from the launcher's variables if no runtime is started."""
-    if _current is not None:
-        return _current.topology
+    if active is not SINGLE:
+        return active.topology
     return _topology(process_environment.read(), {})
 
 
 def reset() -> None:
     """Drop the runtime. The process group stays as it is."""
-    global _current  # noqa: PLW0603 - see `init`
+    global active  # noqa: PLW0603 - see `init`
     hang_monitor.end()
-    _current = None
+    active = SINGLE
 
 
 def set_collective_timeout(timeout: timedelta) -> None:

@@ -62,7 +62,7 @@ def save(
         TypeError: `safe_serialization` is set and `f` is an open file.
     """
     _execute(obj)
-    topology = runtime.current_or_single().topology
+    topology = runtime.active.topology
     if not (topology.is_local_main if save_on_each_node else topology.is_main):
         return
     obj = _with_storages(obj)

@@ -55,7 +55,7 @@ class ThreadRanks:
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """Run a function on every rank; return what each rank returned, or the exception that it raised."""
-        before = runtime._current
+        before = runtime.active
         results: list[Any] = [None] * self.size
         threads = [
             threading.Thread(target=self._run_rank, args=(rank, body, results)) for rank in range(self.size)
@@ -64,7 +64,7 @@ class ThreadRanks:
             thread.start()
         for thread in threads:
             thread.join()
-        runtime._current = before
+        runtime.active = before
         return results
 
     def exchange(self, rank: int, name: str, value: Any) -> list[Any]:
@@ -74,7 +74,7 @@ class ThreadRanks:
             AssertionError: Ranks are in different collectives.
             threading.BrokenBarrierError: Some ranks have not reached the collective in time.
         """
-        own = runtime._current
+        own = runtime.active
         if rank == 0:
             self.messages.append(name)
         self._posted[rank] = (name, copy.deepcopy(value))
@@ -85,7 +85,7 @@ class ThreadRanks:
             self._barrier.wait()
         finally:
             self._turn.acquire()
-            runtime._current = own
+            runtime.active = own
         if any(other != name for other, _ in posted):
             raise AssertionError(f"The ranks are in different collectives: {[other for other, _ in posted]}.")
         return [copy.deepcopy(value) for _, value in posted]
@@ -98,7 +98,7 @@ class ThreadRanks:
             device=self.device,
         )
         with self._turn:
-            runtime._current = own
+            runtime.active = own
             try:
                 results[rank] = body(rank)
             except Exception as error:  # noqa: BLE001 - returned to the test

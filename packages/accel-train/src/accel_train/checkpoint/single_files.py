@@ -94,7 +94,7 @@ def save_accelerator_state(
     Returns:
         The folder.
     """
-    current = runtime.current_or_single()
+    current = runtime.active
     target = _make_folder(output_dir)
     writes = current.topology.is_local_main if save_on_each_node else process_index == 0
     if writes:
@@ -143,7 +143,7 @@ def load_accelerator_state(
     Raises:
         CheckpointError: A file is absent or damaged, or holds objects that are unsafe to load.
     """
-    current = runtime.current_or_single()
+    current = runtime.active
     folder = local_path(input_dir, "input_dir")
     source = CheckpointReader(
         folder=folder,
@@ -176,7 +176,7 @@ def save_custom_state(
         index: Number of the object.
         save_on_each_node: Whether one process of every host saves.
     """
-    topology = runtime.current_or_single().topology
+    topology = runtime.active.topology
     if topology.is_local_main if save_on_each_node else topology.is_main:
         file = local_path(path, "path") / layout.custom_name(index)
         _write(file, lambda sink: write_object(obj.state_dict(), sink))

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from accel_ops.tree import children, rebuild
+from accel_state import runtime
 from accel_state.collectives import Collectives
 from accel_state.frozen import frozen
-from accel_state.runtime import current_or_single
 from accel_train.data.adapter import PreparedLoader
 from accel_train.data.reading import END, Pass, Position, StartCopy, T_co, on_batch, prefetch_batches
 from accel_train.data.scatter import receive, send
@@ -76,7 +76,7 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
         super().__init__(
             dataset,
             use_stateful_dataloader,
-            device=current_or_single().device if device is None else device,
+            device=runtime.active.device if device is None else device,
             skip_batches=skip_batches,
             torch_device_mesh=torch_device_mesh,
             iteration=iteration,
@@ -95,7 +95,7 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
 
     @property
     def _collectives(self) -> Collectives:
-        return current_or_single().collectives  # of this process, also in a copy
+        return runtime.active.collectives  # of this process, also in a copy
 
     @property
     def sharder(self) -> Any:

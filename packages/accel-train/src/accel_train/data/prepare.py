@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from accel_state import runtime
 from accel_state.device_kinds import runtime_module
 from accel_state.labels import RNGType
-from accel_state.runtime import current_or_single
 from accel_train.data.adapter import DataLoaderShard, PreparedLoader
 from accel_train.data.dispatcher import DataLoaderDispatcher, SliceFn, shard_of_ranks
 from accel_train.data.reading import INDEXING, T_co, is_stateful, loader_options, shard_indices
@@ -100,7 +100,6 @@ def prepare_data_loader(
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader, but got {dataloader!r}.")
     _warn_of_own_iterations(type(dataloader))
     # 1. Determine how data is sharded across ranks.
-    runtime = current_or_single()
     world, index, together = _data_parallel_shape(torch_device_mesh, num_processes, process_index)
     if not shard_iterable_dataset and isinstance(dataloader.dataset, IterableDataset):
         already_sharded = True
@@ -111,7 +110,7 @@ def prepare_data_loader(
         rng_types = [kind for kind in rng_types if kind is not RNGType.GENERATOR]
     if split_batches:
         _check_batch_size(dataloader, world)
-    device = (runtime.device if device is None else torch.device(device)) if put_on_device else None
+    device = (runtime.active.device if device is None else torch.device(device)) if put_on_device else None
     compiles = device is not None and runtime_module(device) is not None
     shards: dict[str, Any] = {
         "num_processes": world,
@@ -171,7 +170,7 @@ def _data_parallel_shape(
     mesh: Any, num_processes: int | None, process_index: int | None
 ) -> tuple[int, int, int]:
     """Return the number of data shards, this rank's shard, and the number of ranks that share an order."""
-    topology = current_or_single().topology
+    topology = runtime.active.topology
     shard_of = [*range(topology.world_size)] if mesh is None else shard_of_ranks(mesh)
     world = len(set(shard_of)) if num_processes is None else num_processes
     index = shard_of[topology.rank] if process_index is None else process_index
