@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -14,7 +15,7 @@ from torch.distributed import HashStore
 from accel_state import hang_monitor
 from accel_state.errors import StalledCollectiveError
 from accel_state.hang_monitor import collective_scope, transport_errors_explained
-from accel_state.rank_status import RankStatus, call_site, format_statuses, main_thread_site, source_location
+from accel_state.rank_status import RankStatus, call_site, format_statuses
 
 TIMED_OUT = RuntimeError("[/src/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4ms. Or so")
 
@@ -71,18 +72,18 @@ def test_every_region_is_one_collective_and_regions_inside_belong_to_it(store):
     for _ in range(2):
         with collective_scope("gather"), collective_scope("all_gather"):
             assert active.slot is not None
-            assert active.slot[1] == "gather"
     assert active.slot is None
     assert active.count == 2
 
 
-def test_the_noted_place_is_the_line_of_the_caller(store):
+def test_the_posted_place_is_the_line_of_the_caller(store):
     active = begin(store)
-    with collective_scope("gather"):  # this line
-        assert active.slot is not None
-        location, source = source_location(active.slot[2])
-    assert location.rpartition(":")[0].endswith("test_hang_monitor.py")
-    assert source == 'with collective_scope("gather"):  # this line'
+    with collective_scope("gather"):
+        until(lambda: (status := active.statuses([0])[0]) is not None and status.inside)
+        status = active.statuses([0])[0]
+    assert status is not None
+    assert status.location.rpartition(":")[0].endswith("test_hang_monitor.py")
+    assert status.source.startswith("until(lambda: (status := ")
 
 
 def test_an_error_of_the_backend_says_where_everyone_is(store):
@@ -250,14 +251,12 @@ def test_a_rank_that_ends_says_good_bye(store):
 def test_rank_0_waits_a_moment_for_the_others_before_it_takes_the_store_away(store):
     mine = begin(store)
     other = other_rank(store)
-    other._store.add("started", 1)
-    until(lambda: mine._store.add("started", 0) == 2)
     mine.diagnosis = "of which the other rank must hear"  # so rank 0 waits longer
     thread = threading.Thread(target=lambda: hang_monitor.end(closing=True))
     thread.start()
     until(lambda: other._store.check(["closing"]))
     assert thread.is_alive()
-    other._store.add("exited", 1)
+    other._store.set("1", RankStatus(rank=1, exited=True).to_text())
     thread.join()
 
 
@@ -297,20 +296,20 @@ def test_a_store_that_cannot_do_its_part_does_not_stop_the_run(caplog):
 
 def test_the_location_of_the_main_thread_is_read_from_another_thread():
     here = "thread.join()  # the main thread is here"
-    thread = threading.Thread(target=lambda: until(lambda: source_location(main_thread_site())[1] == here))
+    main = threading.get_ident()
+    thread = threading.Thread(target=lambda: until(lambda: call_site(sys._current_frames()[main])[1] == here))
     thread.start()
     thread.join()  # the main thread is here
 
 
 def test_a_place_without_source_is_named_by_its_function():
-    scope = {"call_site": call_site, "sys": __import__("sys")}
+    scope = {"call_site": call_site, "sys": sys}
     exec(compile("def lost():\n    return call_site(sys._getframe())", "<typed>", "exec"), scope)
-    assert source_location(scope["lost"]()) == ("<typed>:2", "lost()")
+    assert scope["lost"]() == ("<typed>:2", "lost()")
 
 
 def test_no_frame_is_no_place():
-    assert call_site(None) is None
-    assert source_location(None) == ("", "")
+    assert call_site(None) == ("", "")
 
 
 @given(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_state.rank_status import RankStatus
-from accel_state.stragglers import SHARE, STEPS, RankSampler, find_slow
+from accel_state.stragglers import LEAST, SHARE, STEPS, RankSampler, find_slow
 
 
 def status(rank: int, steps: int, waits: int, samples: int = 1000) -> RankStatus:
@@ -30,10 +30,8 @@ def test_a_slow_rank_is_one_below_the_median_of_the_others(shares: list[float]):
 
 def compared(waits: list[int], samples: int = 1000) -> str | None:
     sampler = RankSampler(lambda: 1, "/torch/distributed")
-    assert sampler.compare({rank: status(rank, 0, 0, 0) for rank in range(len(waits))}, 0.0) is None
-    return sampler.compare(
-        {rank: status(rank, 120, waited, samples) for rank, waited in enumerate(waits)}, 12.4
-    )
+    assert sampler.compare({rank: status(rank, 0, 0, 0) for rank in range(len(waits))}) is None
+    return sampler.compare({rank: status(rank, 120, waited, samples) for rank, waited in enumerate(waits)})
 
 
 def test_few_samples_accuse_nobody():
@@ -42,48 +40,45 @@ def test_few_samples_accuse_nobody():
     assert "rank 1 in 20% of the time" in (compared([600, 400]) or "")
 
 
-def test_the_line_has_the_slowest_first_and_no_more_than_three():
-    line = compared([500, 400, 300, 200, 900, 900, 900, 900, 900, 900])
-    assert line is not None
-    assert line.startswith(
-        "In the last 120 steps (12 s) the others waited for ranks 0-3 in 70% of the time: "
+def test_the_line_tells_where_the_slowest_is():
+    assert compared([500, 400, 300, 200, 900, 900, 900, 900, 900, 900]) == (
+        "In the last 120 steps the others waited for ranks 0-3 in 70% of the time: "
+        "rank 3 (node-1) is most often at t.py:1 `f()`."
     )
-    places = [line.index(f"rank {rank} (") for rank in (3, 2, 1)]
-    assert places == sorted(places)
-    assert line.endswith("; and 1 more.")
 
 
 def test_a_line_tells_of_the_steps_since_the_last_one():
     done = [1]
     sampler = RankSampler(lambda: done[0], "/torch/distributed")
-    assert sampler.is_due(5.0), "the first comparison begins a window"
+    assert sampler.is_due(), "the first comparison begins a window"
     before = {0: status(0, 1, 0, 0), 1: status(1, 1, 0, 0)}
-    assert sampler.compare(before, 5.0) is None
+    assert sampler.compare(before) is None
     done[0] = STEPS
-    assert not sampler.is_due(60.0), "too few steps"
+    assert not sampler.is_due(), "too few steps"
     done[0] = 1 + STEPS
-    assert not sampler.is_due(6.0), "too short a time"
-    assert sampler.is_due(60.0)
-    line = sampler.compare({0: status(0, 101, 800), 1: status(1, 101, 300)}, 60.0)
+    assert sampler.is_due()
+    soon = {0: status(0, 101, 80, LEAST - 1), 1: status(1, 101, 0, LEAST - 1)}
+    assert sampler.compare(soon) is None, "too short a time"
+    line = sampler.compare({0: status(0, 101, 800), 1: status(1, 101, 300)})
     assert line is not None
-    assert line.startswith("In the last 100 steps (55 s) the others waited for rank 1 in 50% of the time")
+    assert line.startswith("In the last 100 steps the others waited for rank 1 in 50% of the time")
     assert "rank 1 (node-0) is most often at t.py:1 `f()`" in line
     assert sampler.report == {"system/straggler_share": 0.5, "system/straggler_rank": 1}
     even = {0: status(0, 201, 1300, 2000), 1: status(1, 201, 800, 2000)}
-    assert sampler.compare(even, 120.0) is None
+    assert sampler.compare(even) is None
     assert sampler.report == {"system/straggler_share": 0.0, "system/straggler_rank": -1}
 
 
 def test_nothing_is_compared_while_a_rank_has_no_status():
     sampler = RankSampler(lambda: 1, "/torch/distributed")
-    assert sampler.compare({0: status(0, 1, 0), 1: None}, 0.0) is None
-    assert sampler.is_due(0.0), "no window has begun"
+    assert sampler.compare({0: status(0, 1, 0), 1: None}) is None
+    assert sampler.is_due(), "no window has begun"
 
 
 def test_samples_of_an_earlier_run_are_not_compared():
     sampler = RankSampler(lambda: 1, "/torch/distributed")
-    sampler.compare({0: status(0, 320, 9), 1: status(1, 320, 9)}, 0.0)
-    assert sampler.compare({0: status(0, 1, 0, 1), 1: status(1, 1, 0, 1)}, 20.0) is None
+    sampler.compare({0: status(0, 320, 9), 1: status(1, 320, 9)})
+    assert sampler.compare({0: status(0, 1, 0, 1), 1: status(1, 1, 0, 1)}) is None
 
 
 def test_samples_tell_waiting_from_work_and_where_the_work_is():

@@ -22,7 +22,7 @@ from accel_cli.config_file import read_config
 from accel_state import environ
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
-from accel_state.rank_status import call_site, source_location
+from accel_state.rank_status import call_site
 from accel_state.settings import Merged, merge_layers, parse_environ, worker_environ
 
 CONTEXT: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
@@ -228,4 +228,4 @@ def replace_names(path: str, **patches: Any) -> None:
 
 def source_line() -> str:
     """Return file and line of the script that is running."""
-    return source_location(call_site(sys._getframe(1)))[0]
+    return call_site(sys._getframe(1))[0]

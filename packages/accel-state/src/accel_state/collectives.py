@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accel_state.errors import DistributedOperationException
 from accel_state.hang_monitor import collective_scope
-from accel_state.rank_status import call_site, source_location
+from accel_state.rank_status import call_site
 
 ReduceOp = Literal["sum", "max", "min", "prod"]
 """How an all-reduce combines the values of the ranks."""
@@ -120,7 +120,7 @@ def agree(
         values.append(of_rank)
     else:
         return values
-    location, _ = source_location(call_site(sys._getframe()))
+    location, _ = call_site(sys._getframe())
     calls = ranks.all_gather_object((location, call, facts))
     is_same_call = len({text for _, text, _ in calls}) == 1
     rows = [("rank", "call site", "call", "data")]

@@ -1,7 +1,7 @@
 """Hang diagnosis: the source line of every rank, in a warning and in the error of a collective.
 
-Every collective runs inside a `collective_scope`, which records the user's line in about a microsecond. A
-thread posts that line, or the main thread's current line, to the store of the process group once a second.
+Every collective runs inside a `collective_scope`, which records its caller. A thread posts the user's line
+there, or the main thread's current line, to the store of the process group once a second.
 Rank 0 warns when ranks wait for long. When a collective fails in the backend, the error has the lines of all
 ranks, and the other ranks raise it at their next collective. Slow ranks are reported as well; see
 `accel_state.stragglers`.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, Store
 
 from accel_state.errors import StalledCollectiveError, first_line
 from accel_state.process_group import clone_store, present_values
-from accel_state.rank_status import RankStatus, call_site, format_statuses, main_thread_site, source_location
+from accel_state.rank_status import RankStatus, call_site, format_statuses
 from accel_state.stragglers import SAMPLE_S, RankSampler
 
 INTERVAL_S = 1.0  # between two posts
@@ -43,11 +43,10 @@ _active: HangMonitor | None = None
 class collective_scope:  # noqa: N801 - used like a function, in `with`
     """Record the block as one collective of this rank.
 
-    Costs nothing in a single process, and about a microsecond otherwise. Scopes inside scopes count as
-    part of the outermost.
+    Scopes inside scopes count as part of the outermost.
 
     Args:
-        operation: Name of the collective, for code without source text, such as `"backward"`.
+        operation: Name of the collective for errors, such as `"backward"`.
 
     Raises:
         StalledCollectiveError: On entry if a collective has timed out on another rank; on exit in place of
@@ -71,8 +70,8 @@ class collective_scope:  # noqa: N801 - used like a function, in `with`
         if monitor.diagnosis is not None:
             raise StalledCollectiveError(monitor.diagnosis)
         self._monitor = monitor
-        monitor.count = number = monitor.count + 1
-        monitor.slot = (number, self._operation, call_site(sys._getframe(1)))
+        monitor.count += 1
+        monitor.slot = sys._getframe(1)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -114,7 +113,7 @@ class HangMonitor:
             waits for them may be anywhere.
 
     Attributes:
-        slot: Number, name and call site of the collective that runs.
+        slot: The frame that has called the collective that runs.
         count: How many collectives this rank has begun.
         diagnosis: Why a collective has failed, on this or another rank.
     """
@@ -122,14 +121,14 @@ class HangMonitor:
     def __init__(
         self, store: Store, *, rank: int, world_size: int, limit: float, asynchronous: bool = False
     ) -> None:
-        self.slot: tuple[int, str, tuple[CodeType, int] | None] | None = None
+        self.slot: FrameType | None = None
         self.count = 0
         self.diagnosis: str | None = None
         self.asynchronous = asynchronous
         self.sampler: RankSampler | None = None
         self._store = PrefixStore("accel/hang_monitor", store)
         self._rank = rank
-        self._world_size = world_size
+        self._ranks = range(world_size)
         self._heartbeat = 0
         self._unchanged: dict[int, tuple[Any, float]] = {}  # where each rank is, and since when
         self._warned = 0.0
@@ -169,12 +168,11 @@ class HangMonitor:
         self._thread.join(timeout=5.0)
         if not closing or self._rank:
             return
+        deadline = time.monotonic() + (1.5 * INTERVAL_S if self.diagnosis is None else SHUTDOWN_GRACE_S)
         try:
             self._store.set("closing", "")
-            grace = 1.5 * INTERVAL_S if self.diagnosis is None else SHUTDOWN_GRACE_S
-            deadline = time.monotonic() + grace
-            while self._store.add("exited", 0) < self._store.add("started", 0):
-                if time.monotonic() >= deadline:
+            while time.monotonic() < deadline:
+                if all(status is None or status.exited for status in self.statuses(self._ranks).values()):
                     return
                 time.sleep(0.02)
         except RuntimeError as error:
@@ -182,19 +180,18 @@ class HangMonitor:
 
     def explain(self, operation: str, error: BaseException) -> str:
         """Create the message of a collective that failed in the backend, and post it to the other ranks."""
-        ranks = range(self._world_size)
         try:
             # Every live rank posts where it is now; the heartbeat of one that does not stops.
-            before = self.statuses(ranks)
+            before = self.statuses(self._ranks)
             time.sleep(2.5 * INTERVAL_S)
             self._post()  # on a busy machine the thread may not have come to it
-            now = self.statuses(ranks)
-            silent = {rank for rank in ranks if now[rank] is not None and now[rank] == before[rank]}
+            now = self.statuses(self._ranks)
+            silent = {rank for rank in self._ranks if now[rank] is not None and now[rank] == before[rank]}
             diagnosis = f"`{operation}` did not complete: {format_statuses(now, silent=silent)}."
             # All ranks quote the first one: later, ranks may have left.
             self.diagnosis = self._store.compare_set("diagnosis", "", diagnosis).decode() or diagnosis
         except RuntimeError:
-            location, source = source_location(self.slot[2] if self.slot else None)
+            location, source = call_site(self.slot)
             self.diagnosis = self.diagnosis or (
                 f"`{operation}` did not complete, and the store that knows where the others are is gone, "
                 f"probably with rank 0; rank {self._rank} is at {location} `{source}`."
@@ -211,32 +208,31 @@ class HangMonitor:
     def _run(self) -> None:
         try:
             self._post()
-            self._store.add("started", 1)
             while not self._wait():
-                closing = self._store.check(["closing"])
+                is_last = self._store.check(["closing"])
                 self.read_diagnosis()  # reads rank 0's last message, too
-                if closing:
+                if is_last:
                     break
                 self._post()
                 if self._rank == 0:
                     self._compare_ranks()
             self._post(exited=True)
-            self._store.add("exited", 1)
         except RuntimeError as error:  # the store is gone, with the process that hosted it
             logger.debug("the hang monitor stops: %s", error)
 
     def _wait(self) -> bool:
         """Wait until the next post, and take samples meanwhile; return whether the monitor stops."""
         end = time.monotonic() + INTERVAL_S
-        while (sampler := self.sampler) is not None and time.monotonic() < end:
-            if self._closing.wait(SAMPLE_S):
+        while (rest := end - time.monotonic()) > 0:
+            if self._closing.wait(rest if self.sampler is None else min(rest, SAMPLE_S)):
                 return True
-            sampler.take(is_inside=self.slot is not None)
-        return self._closing.wait(max(0.0, end - time.monotonic()))
+            if self.sampler is not None:
+                self.sampler.take(is_inside=self.slot is not None)
+        return self._closing.is_set()
 
     def _post(self, *, exited: bool = False) -> None:
         slot = self.slot
-        location, source = source_location(slot[2] if slot is not None else main_thread_site())
+        location, source = call_site(slot or sys._current_frames().get(threading.main_thread().ident or 0))
         self._heartbeat += 1
         status = RankStatus(
             rank=self._rank,
@@ -261,14 +257,14 @@ class HangMonitor:
     def _compare_ranks(self) -> None:
         """Log, on rank 0, where all ranks are if some wait for long, and which ranks are slow."""
         sampler, now = self.sampler, time.monotonic()
-        is_due = sampler is not None and sampler.is_due(now)
+        is_due = sampler is not None and sampler.is_due()
         if not is_due and now - self._looked < self._warn_after / 8:
             return
         self._looked = now
-        statuses = self.statuses(range(self._world_size))
-        if sampler is not None and is_due and (line := sampler.compare(statuses, now)) is not None:
+        statuses = self.statuses(self._ranks)
+        if sampler is not None and is_due and (line := sampler.compare(statuses)) is not None:
             logger.warning(line)
-        waited = self._longest_wait({rank: s for rank, s in statuses.items() if s is not None}, now)
+        waited = self._longest_wait([status for status in statuses.values() if status is not None], now)
         if waited < self._warn_after:
             self._warned = 0.0
         elif waited - self._warned >= self._warn_after:
@@ -277,23 +273,21 @@ class HangMonitor:
                 "Waiting for %.0f s (limit %.0f s): %s.", waited, self._limit, format_statuses(statuses)
             )
 
-    def _longest_wait(self, statuses: dict[int, RankStatus], now: float) -> float:
+    def _longest_wait(self, statuses: Sequence[RankStatus], now: float) -> float:
         """Return for how many seconds a rank has waited for others.
 
         Outside of collectives, a rank may compute for long. Where collectives are asynchronous, it may wait
         for the device there: if another rank has begun fewer collectives or has ended, or near the limit.
         """
         longest = 0.0
-        some_ended = any(status.exited for status in statuses.values())
-        fewest = min((status.collective for status in statuses.values()), default=0)
-        for rank, status in statuses.items():
+        fewest = min((-1 if status.exited else status.collective for status in statuses), default=0)
+        for status in statuses:
             where = (status.collective, status.inside, status.location)
-            if self._unchanged.get(rank, (None, now))[0] != where:
-                self._unchanged[rank] = where, now
-            waited = now - self._unchanged[rank][1]
-            is_ahead = some_ended or fewest < status.collective
-            is_device = self.asynchronous and (is_ahead or waited >= NEAR_LIMIT * self._limit)
-            if not status.exited and (status.inside or is_device):
+            if self._unchanged.get(status.rank, (None, now))[0] != where:
+                self._unchanged[status.rank] = where, now
+            waited = now - self._unchanged[status.rank][1]
+            may_wait = fewest < status.collective or waited >= NEAR_LIMIT * self._limit
+            if not status.exited and (status.inside or (self.asynchronous and may_wait)):
                 longest = max(longest, waited)
         return longest
 

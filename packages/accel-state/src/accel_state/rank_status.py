@@ -1,16 +1,15 @@
-"""Report the status of each rank; torch-free."""
+"""The status of each rank, and its text; torch-free."""
 
 from __future__ import annotations
 
 import json
 import linecache
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 from accel_state.frozen import frozen
 
@@ -20,7 +19,6 @@ _INTERNAL = frozenset(
     | {"accel_ops", "accel_state", "torch"}
     | sys.stdlib_module_names
 )
-_internal_files: dict[str, bool] = {}
 
 
 @frozen
@@ -30,7 +28,7 @@ class RankStatus:
     Args:
         heartbeat: Number of posts; it stops when the process is gone.
         location: File and line of the user's program, such as `train.py:88`.
-        source: The source line there, or the name of the operation.
+        source: The source line there, or the name of the function.
         collective: Number of collectives that it has begun.
         inside: Whether it is inside the last one.
         exited: Whether it has destroyed its process group or ended.
@@ -64,50 +62,24 @@ class RankStatus:
         return cls(**json.loads(data))
 
 
-def call_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
-    """Return the innermost call site in the user's program among the callers of a frame.
+def call_site(frame: FrameType | None) -> tuple[str, str]:
+    """Return file with line, and the source line, of the innermost call in the user's program.
 
-    Frames of accel, torch and the standard library are skipped. Costs about a tenth of a microsecond per
-    frame; `source_location` formats the result when it is needed.
-
-    Returns:
-        The code and the offset of the instruction in it, or `None` without a frame.
-    """
-    known = _internal_files
-    innermost = frame
-    while frame is not None:
-        code = frame.f_code
-        internal = known.get(code.co_filename)
-        if internal is None:
-            name = str(frame.f_globals.get("__name__", ""))
-            internal = known[code.co_filename] = name.partition(".")[0] in _INTERNAL
-        if not internal:
-            return code, frame.f_lasti
-        frame = frame.f_back
-    return (innermost.f_code, innermost.f_lasti) if innermost is not None else None
-
-
-def main_thread_site() -> tuple[CodeType, int] | None:
-    """Return the current `call_site` of the main thread."""
-    return call_site(sys._current_frames().get(threading.main_thread().ident or 0))
-
-
-def source_location(site: tuple[CodeType, int] | None) -> tuple[str, str]:
-    """Return file with line, and the source line, of a `call_site`.
+    Callers of the frame in accel, torch and the standard library are skipped.
 
     Returns:
-        Such as `("eval.py:41", "preds = gather(preds)")`. The path is relative to the current directory
-        where it lies below it.
+        Such as `("eval.py:41", "preds = gather(preds)")`; two empty texts without a frame. The path is
+        relative to the current directory where it lies below it.
     """
-    if site is None:
+    user = frame
+    while user is not None and str(user.f_globals.get("__name__")).partition(".")[0] in _INTERNAL:
+        user = user.f_back
+    if (user := user or frame) is None:
         return "", ""
-    code, offset = site
-    line = next((line for start, end, line in code.co_lines() if start <= offset < end), None)
-    line = line or code.co_firstlineno
-    path = Path(code.co_filename)
+    path, line = Path(user.f_code.co_filename), user.f_lineno
     if path.is_absolute() and path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
-    source = linecache.getline(code.co_filename, line).strip() or f"{code.co_name}()"
+    source = linecache.getline(user.f_code.co_filename, line).strip() or f"{user.f_code.co_name}()"
     return f"{path}:{line}", source[:_SOURCE_WIDTH]
 
 
@@ -125,25 +97,20 @@ def format_statuses(statuses: Mapping[int, RankStatus | None], *, silent: Iterab
         'rank 3 is at b.py:4 `g()` (in no collective, after 3); ranks 0-2 are at a.py:8 `f()` (collective 4)'
     """
     groups: defaultdict[str, list[int]] = defaultdict(list)
-    gone = frozenset(silent)
     for rank, status in statuses.items():
-        groups[_describe(status, is_silent=rank in gone)].append(rank)
+        if status is None:
+            text = "without a status in the store"
+        elif status.exited:
+            text = f"gone after {status.collective} collectives"
+        else:
+            done = "collective" if status.inside else "in no collective, after"
+            silence = ", no longer answers" if rank in silent else ""
+            text = f"at {status.location} `{status.source}` ({done} {status.collective}{silence})"
+        groups[text].append(rank)
     return "; ".join(
         f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}"
         for text, ranks in sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
     )
-
-
-def _describe(status: RankStatus | None, *, is_silent: bool) -> str:
-    if status is None:
-        return "without a status in the store"
-    if status.exited:
-        return f"gone after {status.collective} collectives"
-    done = (
-        f"collective {status.collective}" if status.inside else f"in no collective, after {status.collective}"
-    )
-    silence = ", no longer answers" if is_silent else ""
-    return f"at {status.location} `{status.source}` ({done}{silence})"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
