@@ -62,7 +62,8 @@ def test_two_ranks_conform(stage, tmp_path):
 
 @pytest.mark.parametrize("stage", STAGES)
 @distributed(world_size=2)
-def test_gradients_cannot_be_given_up_before_a_step(stage):
+def test_gradients_are_kept_until_the_step(stage):
+    """Accelerate has stepped within `backward` by then, and ignores `zero_grad`."""
     with deepspeed_process():
         strategy = make_strategy(zero_stage=stage)
         model = make_model()
@@ -70,11 +71,14 @@ def test_gradients_cannot_be_given_up_before_a_step(stage):
         engine, optimizer = bundle.models[0], bundle.optimizers[0]
         strategy.discard(optimizer)
         for sync in (False, True):
-            strategy.backward(engine(torch.ones(2, 3)).mean(), accumulation=1, sync=sync)
-            with pytest.raises(UnsupportedError, match=r"zero_grad\(\) between backward\(\) and optimizer"):
-                strategy.discard(optimizer)
+            strategy.backward(engine(torch.ones(2, 3)).mean(), accumulation=2, sync=sync)
+            strategy.discard(optimizer)
         assert strategy.step(optimizer)
-        strategy.discard(optimizer)
+        right = make_model()
+        right(torch.ones(2, 3)).mean().backward()
+        torch.optim.SGD(right.parameters(), lr=0.1).step()
+        for name, value in right.state_dict().items():
+            torch.testing.assert_close(whole(strategy, engine)[name], value, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -18,12 +18,11 @@ from accel_plugins.deepspeed.config import (
     DummyOptim,
     DummyScheduler,
     HfDeepSpeedConfig,
-    KnownValue,
-    RunFacts,
     autofill,
     batch_size_of,
     fill,
     hidden_size_of,
+    open_keys,
     read_config,
 )
 from accel_plugins.deepspeed.library import load_library
@@ -136,18 +135,18 @@ def test_questions_about_stages_and_offloading():
 
 @given(CONFIGS, st.dictionaries(st.sampled_from(["a", "b", "a.b", "a.b.c", "d.a"]), st.integers()))
 def test_filling_changes_what_is_open_and_known_and_nothing_else(config, values):
-    known = {key: KnownValue(value=value, source="test") for key, value in values.items()}
-    filled = fill(config, known)
-    after, before = values_of(filled.config), values_of(config)
+    filled = copy.deepcopy(config)
+    mismatches = fill(filled, {key: (value, "test") for key, value in values.items()})
+    after, before = values_of(filled), values_of(config)
     for key, value in before.items():
         expected = values.get(key, "auto") if value == "auto" else value
         assert after[key] == expected
     assert after.keys() == before.keys()
-    assert {*filled.open_keys} == {key for key, value in after.items() if value == "auto"}
+    assert {*open_keys(filled)} == {key for key, value in after.items() if value == "auto"}
     wrong = {
         key for key, value in before.items() if value != "auto" and _differs(value, values.get(key, value))
     }
-    assert {mismatch.partition(" is ")[0] for mismatch in filled.mismatches} == wrong
+    assert {mismatch.partition(" is ")[0] for mismatch in mismatches} == wrong
 
 
 def _differs(value: Any, other: Any) -> bool:
@@ -378,8 +377,7 @@ def test_asking_for_a_plugin_where_there_is_none():
     ),
 )
 def test_the_three_sizes_of_a_batch_fit_each_other(world, micro, steps, said):
-    facts = RunFacts(world_size=world, micro_batch=micro, accumulation=KnownValue(value=steps, source="test"))
-    config = autofill({**said, **ZERO2}, facts)
+    config = autofill({**said, **ZERO2}, world_size=world, micro_batch=micro, accumulation=(steps, "test"))
     assert config["train_batch_size"] == world * steps * config["train_micro_batch_size_per_gpu"]
     assert config["gradient_accumulation_steps"] == steps
     asked = said.get("train_micro_batch_size_per_gpu", "auto")
@@ -388,13 +386,10 @@ def test_the_three_sizes_of_a_batch_fit_each_other(world, micro, steps, said):
 
 def test_sizes_of_batches_that_do_not_fit_are_refused_together():
     config = {"train_batch_size": 7, "gradient_accumulation_steps": 2, **ZERO2}
-    facts = RunFacts(
-        world_size=2, micro_batch=4, accumulation=KnownValue(value=3, source="Accelerator(...=3)")
-    )
     with pytest.raises(
-        SettingsError, match=r"(?s)gradient_accumulation_steps is 2.*3 by.*train_batch_size is 7.*16"
+        SettingsError, match=r"train_batch_size is 7.*16 by.*gradient_accumulation_steps is 2.*3 by"
     ):
-        autofill(config, facts)
+        autofill(config, world_size=2, micro_batch=4, accumulation=(3, "Accelerator(...=3)"))
 
 
 def test_sizes_of_buckets_come_from_the_width_of_the_model():
@@ -404,14 +399,14 @@ def test_sizes_of_buckets_come_from_the_width_of_the_model():
         "stage3_prefetch_bucket_size": "auto",
         "stage3_param_persistence_threshold": "auto",
     }
-    filled = autofill({"zero_optimization": zero}, RunFacts(hidden_size=10))["zero_optimization"]
+    filled = autofill({"zero_optimization": zero}, hidden_size=10)["zero_optimization"]
     assert filled == {
         "stage": 3,
         "reduce_bucket_size": 100,
         "stage3_prefetch_bucket_size": 90,
         "stage3_param_persistence_threshold": 100,
     }
-    assert autofill({"zero_optimization": zero}, RunFacts())["zero_optimization"] == {"stage": 3}
+    assert autofill({"zero_optimization": zero})["zero_optimization"] == {"stage": 3}
 
 
 def test_what_stands_for_an_optimizer_and_a_schedule_fills_theirs():
@@ -423,7 +418,7 @@ def test_what_stands_for_an_optimizer_and_a_schedule_fills_theirs():
         "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")},
         **ZERO2,
     }
-    filled = autofill(config, RunFacts(optimizer=optimizer, scheduler=schedule, schedule_shards=4))
+    filled = autofill(config, optimizer=optimizer, scheduler=schedule, schedule_shards=4)
     assert filled["optimizer"]["params"] == {"lr": 0.1, "weight_decay": 0.5, "betas": [0.8, 0.9]}
     assert filled["scheduler"]["params"] == {
         "warmup_min_lr": 0,
@@ -440,7 +435,7 @@ def test_all_that_stays_open_is_named():
         **ZERO2,
     }
     with pytest.raises(SettingsError, match=r"optimizer\.params\.lr='auto', optimizer\.params\.eps='auto'"):
-        autofill(config, RunFacts())
+        autofill(config)
 
 
 @pytest.mark.parametrize(("smallest", "expected"), [(True, 2), (False, 4)])

@@ -1,25 +1,18 @@
-"""Read DeepSpeed's configuration, fill its `"auto"` values, check it, register it with transformers."""
+"""Read DeepSpeed's configuration, fill its `"auto"` values, and check it."""
 
 from __future__ import annotations
 
 import base64
 import copy
-import importlib
 import json
 import math
 import os
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
-from functools import reduce
-from operator import getitem
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from accel_plugins.strategy import Feature, FromConfiguration
 from accel_state.errors import SettingsError
-from accel_state.frozen import frozen
-from accel_state.libraries import is_installed
 from accel_state.logging import get_logger
 
 if TYPE_CHECKING:
@@ -134,28 +127,13 @@ class HfDeepSpeedConfig:
 
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Read a DeepSpeed configuration.
-
-    Args:
-        source: A mapping, the path of a JSON file, or the JSON text in URL-safe base64.
-
-    Returns:
-        A deep copy, so that filling it does not change the caller's.
-
-    Raises:
-        SettingsError: The source is none of these, or not one JSON object.
-
-    Example:
-        >>> read_config({"zero_optimization": {"stage": 2}})
-        {'zero_optimization': {'stage': 2}}
-    """
+    """Read a configuration into a new dictionary: from a mapping, a JSON file, or JSON text in base64."""
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
     expected = "Pass a dictionary, the path of a JSON file, or JSON in base64."
-    try:
-        path = Path(source).expanduser()
-    except TypeError:
-        raise SettingsError(f"The DeepSpeed configuration is {source!r}. {expected}") from None
+    if not isinstance(source, (str, os.PathLike)):
+        raise SettingsError(f"The DeepSpeed configuration is {source!r}. {expected}")
+    path = Path(source).expanduser()
     try:
         is_file = path.is_file()
     except OSError:  # The text is too long for a name: it is base64.
@@ -240,117 +218,66 @@ class DummyScheduler(FromConfiguration):
         self.kwargs = kwargs
 
 
-def link(config: Mapping[str, Any], *, asked: bool) -> HfDeepSpeedConfig | None:
-    """Register a configuration with transformers, if the program has imported it.
-
-    The returned object stays registered while it is referenced; `None` if models are built unsharded.
-    """
-    if "transformers" not in sys.modules or not is_installed("deepspeed"):
-        return None
-    integration = importlib.import_module("transformers.integrations.deepspeed")
-    if not asked:
-        integration.unset_hf_deepspeed_config()
-        return None
-    linked = HfDeepSpeedConfig(config_for_models(config))
-    integration.set_hf_deepspeed_config(linked)
-    return linked
-
-
 def config_for_models(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration for building models, with its `"auto"` values removed.
+    """Return a configuration for building models: without `"auto"` values, and with a batch size.
 
     Example:
         >>> config_for_models({"train_batch_size": "auto", "zero_optimization": {"stage": 3}})
         {'zero_optimization': {'stage': 3}, 'train_micro_batch_size_per_gpu': 1}
     """
-    known = _without_auto(config)
-    for name in ("train_batch_size", "gradient_accumulation_steps"):
-        known.pop(name, None)
+    known: dict[str, Any] = {}
+    for key, value in leaves(config):
+        if value != AUTO and key not in {"train_batch_size", "gradient_accumulation_steps"}:
+            put(known, key, value)
     return known | {"train_micro_batch_size_per_gpu": 1}
 
 
-def _without_auto(node: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_auto(value) if isinstance(value, dict) else value
-        for name, value in node.items()
-        if value != AUTO
-    }
+Known: TypeAlias = Mapping[str, tuple[Any, str]]
+"""Values known outside of a configuration by dotted key, each with its source; without one, they only replace
+`"auto"`."""
 
 
-@frozen
-class KnownValue:
-    """A value known outside of the configuration, with its source for messages.
-
-    If it is `binding`, a different value in the configuration is an error; else the configuration wins, and
-    no message needs the source.
-    """
-
-    value: Any
-    source: str = ""
-    binding: bool = True
-
-    def contradiction(self, key: str, value: Any) -> str:
-        """Describe a different value in the configuration."""
-        return f"{key} is {value!r} in the configuration, but {self.value!r} by {self.source}"
-
-
-@frozen
-class Filled:
-    """A filled configuration, its contradictions, and the dotted keys whose value is still `"auto"`."""
-
-    config: dict[str, Any]
-    mismatches: list[str]
-    open_keys: list[str]
-
-
-def fill(config: Mapping[str, Any], known: Mapping[str, KnownValue]) -> Filled:
-    """Replace every `"auto"` whose value is known by its dotted key, and compare the other values.
-
-    Keys that the configuration lacks are not added.
-
-    Example:
-        >>> known = {"a": KnownValue(value=1, source="us"), "b.c": KnownValue(value=2, source="us")}
-        >>> filled = fill({"a": "auto", "b": {"c": 3}}, known)
-        >>> filled.config["a"], filled.mismatches
-        (1, ['b.c is 3 in the configuration, but 2 by us'])
-    """
-    mismatches: list[str] = []
-    open_keys: list[str] = []
-
-    def fill_node(node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for name, value in node.items():
-            key = prefix + name
-            if isinstance(value, dict):
-                result[name] = fill_node(cast("dict[str, Any]", value), f"{key}.")
-                continue
-            other = known.get(key)
-            result[name] = other.value if other is not None and value == AUTO else value
-            if other is not None and other.binding:
-                # JSON has one kind of number: 2 is 2.0, but true is not 1.
-                is_bool = isinstance(result[name], bool)
-                if is_bool != isinstance(other.value, bool) or result[name] != other.value:
-                    mismatches.append(other.contradiction(key, value))
-            if result[name] == AUTO:
-                open_keys.append(key)
-        return result
-
-    return Filled(config=fill_node(config, ""), mismatches=mismatches, open_keys=open_keys)
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys and values of a configuration."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from leaves(cast("dict[str, Any]", value), f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set a value by its dotted key, adding missing dictionaries.
-
-    Example:
-        >>> config = {}
-        >>> put(config, "zero_optimization.stage", 3)
-        >>> config
-        {'zero_optimization': {'stage': 3}}
-    """
+    """Set a value by its dotted key, adding missing dictionaries."""
     *above, last = key.split(".")
     for name in above:
         config = config.setdefault(name, {})
     config[last] = value
+
+
+def fill(config: dict[str, Any], known: Known) -> list[str]:
+    """Replace every `"auto"` whose value is known, and return phrases for the values that contradict.
+
+    Keys that the configuration lacks are not added.
+
+    Example:
+        >>> config = {"a": "auto", "b": {"c": 3}}
+        >>> fill(config, {"a": (1, "us"), "b.c": (2, "us")}), config["a"]
+        (['b.c is 3 in the configuration, but 2 by us'], 1)
+    """
+    mismatches: list[str] = []
+    for key, value in [*leaves(config)]:
+        ours, source = known.get(key, (value, ""))
+        if value == AUTO:
+            put(config, key, ours)
+        # JSON has one kind of number: 2 is 2.0, but true is not 1.
+        elif source and (value != ours or isinstance(value, bool) != isinstance(ours, bool)):
+            mismatches.append(f"{key} is {value!r} in the configuration, but {ours!r} by {source}")
+    return mismatches
+
+
+def open_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return the dotted keys whose value is `"auto"`."""
+    return [key for key, value in leaves(config) if value == AUTO]
 
 
 def refuse_mismatches(mismatches: Sequence[str]) -> None:
@@ -380,10 +307,10 @@ def check_offload(config: HfDeepSpeedConfig) -> None:
     """Refuse offload that DeepSpeed would not do at the stage, and an accumulation boundary of its own."""
     problems: list[str] = []
     stage = config.get_value(KEYS["zero_stage"], 0)
-    has_stage = not config.is_auto(KEYS["zero_stage"])
-    if has_stage and stage not in range(4):
+    is_known = not config.is_auto(KEYS["zero_stage"])
+    if is_known and stage not in range(4):
         raise SettingsError(f"zero_optimization.stage={stage!r}: expected 0, 1, 2 or 3.")
-    for what, least in (("optimizer", 1), ("param", 3)) if has_stage else ():
+    for what, least in (("optimizer", 1), ("param", 3)) if is_known else ():
         device = config.get_value(KEYS[f"offload_{what}_device"]) or "none"
         needed = 3 if device == "nvme" else least
         if device != "none" and stage < needed:
@@ -401,78 +328,88 @@ def check_offload(config: HfDeepSpeedConfig) -> None:
         raise SettingsError(f"The DeepSpeed configuration is invalid: {'; '.join(problems)}.")
 
 
-def without_none(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove offload sections whose device is `"none"`.
+def autofill(
+    config: Mapping[str, Any],
+    *,
+    world_size: int = 1,
+    micro_batch: int | None = None,
+    accumulation: tuple[int, str] = (1, ""),
+    hidden_size: int | None = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    schedule_shards: int = 1,
+) -> dict[str, Any]:
+    """Return a configuration from which an engine can be built.
 
-    Example:
-        >>> without_none({"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}})
-        {'zero_optimization': {'stage': 2}}
-    """
-    zero = dict(config.get("zero_optimization", {}))
-    for what in ("offload_optimizer", "offload_param"):
-        node = zero.get(what)
-        if isinstance(node, dict) and cast("dict[str, Any]", node).get("device") in {None, "none"}:
-            del zero[what]
-    return {**config, "zero_optimization": zero}
-
-
-@frozen
-class RunFacts:
-    """Facts about a run from which a configuration is filled; `None` where they are not known.
-
-    `world_size` is data-parallel, `micro_batch` has the samples per rank, and `schedule_shards` are scheduler
-    steps per optimizer step.
-    """
-
-    world_size: int = 1
-    micro_batch: int | None = None
-    accumulation: KnownValue = field(
-        default_factory=lambda: KnownValue(value=1, source="the default of Accelerator", binding=False)
-    )
-    hidden_size: int | None = None
-    optimizer: Any = None
-    scheduler: Any = None
-    schedule_shards: int = 1
-
-
-def autofill(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
-    """Fill a configuration so that an engine can be built from it.
+    Args:
+        config: The configuration.
+        world_size: Data-parallel size.
+        micro_batch: Samples of a batch of one rank, if known.
+        accumulation: Micro-batches per optimizer step with their source, empty for a default.
+        hidden_size: The model's, if known.
+        optimizer: The prepared optimizer or its placeholder.
+        scheduler: The placeholder of the scheduler, if any.
+        schedule_shards: Scheduler steps per optimizer step.
 
     Example:
         >>> config = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}
-        >>> autofill(config, RunFacts(world_size=2, micro_batch=4))["train_batch_size"]
+        >>> autofill(config, world_size=2, micro_batch=4)["train_batch_size"]
         8
     """
-    batches, mismatches = _batches(config, facts)
-    filled = fill(config, {**batches, **_known_values(facts)})
-    refuse_mismatches([*mismatches, *filled.mismatches])
-    # Of the keys that are still "auto", DeepSpeed has a default for some.
-    open_keys: list[str] = []
-    for key in filled.open_keys:
-        *above, last = key.split(".")
-        if key == "gradient_clipping" or above[:1] == ["zero_optimization"]:
-            del reduce(getitem, above, filled.config)[last]
-        else:
-            open_keys.append(key)
-    if open_keys:
+    # 1. The three batch sizes, of which any two determine the third.
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    total, micro, steps = (None if config.get(name) == AUTO else config.get(name) for name in names)
+    steps = accumulation[0] if steps is None else steps
+    if micro is None:
+        micro = micro_batch or (None if total is None else max(1, total // (world_size * steps)))
+    if micro is None:
+        micro = 1
+        logger.warning_once(
+            "No data loader was prepared together with the model, so the batch size is unknown to DeepSpeed: "
+            "train_micro_batch_size_per_gpu=1. Only its report of samples per second depends on it; set "
+            "train_micro_batch_size_per_gpu for a correct one."
+        )
+    source = f"{micro} samples of a batch x {steps} micro-batches of a step x {world_size} process(es)"
+    sizes = {names[0]: (micro * steps * world_size, source), names[1]: (micro, ""), names[2]: accumulation}
+    # 2. The values of the model and of the placeholders, by default only.
+    others: dict[str, Any] = {}
+    if hidden_size is not None:
+        # The formulas of transformers: https://huggingface.co/docs/transformers/deepspeed
+        others["zero_optimization.reduce_bucket_size"] = hidden_size * hidden_size
+        others["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden_size * hidden_size)
+        others["zero_optimization.stage3_param_persistence_threshold"] = 10 * hidden_size
+    rate = getattr(optimizer, "defaults", {}).get("lr")
+    if isinstance(optimizer, DummyOptim):
+        rate = optimizer.lr
+        values = {"lr": rate, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
+        others |= {f"optimizer.params.{name}": value for name, value in values.items()}
+    if isinstance(scheduler, DummyScheduler):
+        others["scheduler.params.warmup_min_lr"] = 0
+        others["scheduler.params.warmup_num_steps"] = math.ceil(scheduler.warmup_num_steps / schedule_shards)
+        if rate is not None:
+            others["scheduler.params.warmup_max_lr"] = rate
+        if scheduler.total_num_steps is not None:
+            steps_in_all = math.ceil(scheduler.total_num_steps / schedule_shards)
+            others["scheduler.params.total_num_steps"] = steps_in_all
+    # 3. Fill the configuration; of what is still "auto", DeepSpeed has a default for some.
+    filled = HfDeepSpeedConfig(config)
+    result = filled.config
+    refuse_mismatches(fill(result, {**sizes, **{key: (value, "") for key, value in others.items()}}))
+    for key in open_keys(result):
+        if key == "gradient_clipping" or key.startswith("zero_optimization."):
+            filled.del_config_sub_tree(key)
+    if unknown := open_keys(result):
         raise SettingsError(
             "The DeepSpeed configuration has 'auto' for keys whose value is not known: "
-            + ", ".join(f"{key}='auto'" for key in open_keys)
+            + ", ".join(f"{key}='auto'" for key in unknown)
             + ". Set a value, or remove the key to use DeepSpeed's default."
         )
-    result = filled.config
-    for key, known in batches.items():
-        put(result, key, known.value)
     # DeepSpeed's own default would clip to 1.
-    result.setdefault("gradient_clipping", 0.0)
-    return result
+    return {"gradient_clipping": 0.0, **{name: value for name, (value, _) in sizes.items()}, **result}
 
 
 def batch_size_of(loaders: Sequence[Any], *, smallest: bool, split_into: int) -> int | None:
-    """Return the smallest or largest number of samples per batch and rank of several loaders.
-
-    `split_into` ranks share a loader's batch.
-    """
+    """Return the smallest or largest number of samples per batch of a rank; `split_into` ranks share one."""
     sizes: list[int] = []
     for loader in loaders:
         size = getattr(loader, "batch_size", None)  # None if there is a batch sampler
@@ -493,76 +430,7 @@ def hidden_size_of(model: Any) -> int | None:
     """
     config = getattr(model, "config", None)
     for owner in (config, getattr(config, "text_config", None)):
-        size = getattr(owner, "hidden_size", None)
-        if isinstance(size, int):
-            return size
-        sizes = getattr(owner, "hidden_sizes", None)
-        if isinstance(sizes, (list, tuple)) and sizes:
-            return max(sizes)
+        sizes = [getattr(owner, "hidden_size", None), *(getattr(owner, "hidden_sizes", None) or ())]
+        if known := [size for size in sizes if isinstance(size, int)]:
+            return known[0] if isinstance(sizes[0], int) else max(known)
     return None
-
-
-def _batches(config: Mapping[str, Any], facts: RunFacts) -> tuple[dict[str, KnownValue], list[str]]:
-    """Return the three batch sizes, of which any two determine the third, and their contradictions."""
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    configured = (config.get(name) for name in names)
-    total, micro, steps = (None if value == AUTO else value for value in configured)
-    mismatches: list[str] = []
-    accumulation = facts.accumulation
-    if steps is not None and accumulation.binding and accumulation.value != steps:
-        mismatches.append(accumulation.contradiction("gradient_accumulation_steps", steps))
-    steps = accumulation.value if steps is None else steps
-    if micro is None and total is not None and facts.micro_batch is None:
-        micro = max(1, total // (facts.world_size * steps))
-    micro = facts.micro_batch if micro is None else micro
-    if micro is None:
-        micro = 1
-        logger.warning_once(
-            "No data loader was prepared together with the model, so the batch size is unknown to DeepSpeed: "
-            "train_micro_batch_size_per_gpu=1. Only its report of samples per second depends on it; set "
-            "train_micro_batch_size_per_gpu for a correct one."
-        )
-    product = micro * steps * facts.world_size
-    if total is not None and total != product:
-        source = (
-            f"{micro} samples of a batch x {steps} micro-batches of a step x {facts.world_size} process(es)"
-        )
-        known = KnownValue(value=product, source=source)
-        mismatches.append(known.contradiction("train_batch_size", total))
-    return _defaults("", dict(zip(names, (product, micro, steps), strict=True))), mismatches
-
-
-def _known_values(facts: RunFacts) -> dict[str, KnownValue]:
-    """Return the values set by the model and by the placeholders for optimizer and scheduler."""
-    size, optimizer, scheduler = facts.hidden_size, facts.optimizer, facts.scheduler
-    shards = facts.schedule_shards
-    known: dict[str, KnownValue] = {}
-    if size is not None:
-        # The formulas of transformers: https://huggingface.co/docs/transformers/deepspeed
-        buckets = {
-            "reduce_bucket_size": size * size,
-            "stage3_prefetch_bucket_size": int(0.9 * size * size),
-            "stage3_param_persistence_threshold": 10 * size,
-        }
-        known |= _defaults("zero_optimization.", buckets)
-    if isinstance(optimizer, DummyOptim):
-        values = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
-        known |= _defaults("optimizer.params.", values)
-    if isinstance(scheduler, DummyScheduler):
-        has_rate = isinstance(optimizer, DummyOptim)
-        rate = optimizer.lr if has_rate else getattr(optimizer, "defaults", {}).get("lr")
-        steps = scheduler.total_num_steps
-        values = {
-            "warmup_min_lr": 0,
-            "warmup_max_lr": rate,
-            "warmup_num_steps": math.ceil(scheduler.warmup_num_steps / shards),
-            "total_num_steps": None if steps is None else math.ceil(steps / shards),
-        }
-        known |= _defaults(
-            "scheduler.params.", {name: value for name, value in values.items() if value is not None}
-        )
-    return known
-
-
-def _defaults(prefix: str, values: Mapping[str, Any]) -> dict[str, KnownValue]:
-    return {f"{prefix}{name}": KnownValue(value=value, binding=False) for name, value in values.items()}

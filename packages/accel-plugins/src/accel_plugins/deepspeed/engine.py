@@ -13,7 +13,10 @@ from accel_ops.modules import replaced_attributes
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.logging import get_logger
 from accel_state.streams import synchronize
+
+logger = get_logger(__name__)
 
 
 @final
@@ -54,8 +57,7 @@ class DeepSpeedEngineWrapper:
             UnsupportedError: There are other arguments, which the engine does not have; or stage 1 or 2 would
                 overwrite reduced gradients of this step.
         """
-        unknown = kwargs.keys() - {"retain_graph", "scale_wrt_gas"}
-        if unknown:
+        if unknown := kwargs.keys() - {"retain_graph", "scale_wrt_gas"}:
             raise UnsupportedError(
                 f"backward({', '.join(sorted(unknown))}): DeepSpeed's engine accepts a 0-d loss and the "
                 "option retain_graph. Remove the other arguments."
@@ -157,16 +159,11 @@ class DeepSpeedEngineWrapper:
         return self.engine.was_step_applied()
 
     def discard(self) -> None:
-        """Do nothing if there are no gradients since the last step.
-
-        Raises:
-            UnsupportedError: There are some, which no public function of DeepSpeed discards.
-        """
+        """Keep the gradients since the last step, as no public function of DeepSpeed discards them."""
         if self._has_gradients:
-            raise UnsupportedError(
-                "optimizer.zero_grad() between backward() and optimizer.step(): DeepSpeed cannot discard the "
-                "gradients of its engine. Call optimizer.step() first, or do not call backward() for a loss "
-                "that should not count."
+            logger.warning_once(
+                "optimizer.zero_grad() between backward() and optimizer.step() has no effect: DeepSpeed's "
+                "engine keeps its gradients, and the next step uses them."
             )
 
     def get_global_grad_norm(self) -> float | None:
@@ -187,8 +184,7 @@ class DeepSpeedEngineWrapper:
     @property
     def _scale(self) -> float:
         """The loss scale."""
-        config = getattr(self.optimizer, "loss_scale_config", None)
-        return getattr(self.optimizer, "loss_scale", 1.0) if config is None else config.cur_scale
+        return getattr(self.optimizer, "loss_scale", None) or 1.0
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,19 +15,19 @@ from accel_plugins.deepspeed.config import (
     AUTO,
     KEYS,
     HfDeepSpeedConfig,
-    KnownValue,
     check_offload,
+    config_for_models,
     fill,
-    link,
+    open_keys,
     put,
     refuse_mismatches,
-    without_none,
 )
 from accel_plugins.deepspeed.library import ds_module, load_library
 from accel_plugins.kwargs import expect_flags, resolve_fields
 from accel_state import environ
 from accel_state.accelerator_state import AcceleratorState, is_initialized
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.libraries import is_installed
 from accel_state.logging import get_logger
 from accel_state.settings import from_environ
 from accel_state.settings.engines import DeepSpeedSettings
@@ -105,17 +107,17 @@ class DeepSpeedPlugin:
         expect_flags(self, "zero3_init_flag", "zero3_save_16bit_model", "enable_msamp")
         keywords = {name: getattr(self, name) for name in KEYS if getattr(self, name) is not None}
         self.hf_ds_config = _configuration(self.hf_ds_config, keywords)
-        known = {
-            KEYS[name]: KnownValue(value=value, source=sources[name]) for name, value in keywords.items()
-        }
-        filled = fill(self.deepspeed_config, known)
-        refuse_mismatches(filled.mismatches)
-        self.deepspeed_config = filled.config
-        check_offload(self.hf_ds_config)
-        self.deepspeed_config = without_none(filled.config)
+        config = self.hf_ds_config
+        refuse_mismatches(
+            fill(config.config, {KEYS[name]: (value, sources[name]) for name, value in keywords.items()})
+        )
+        config.set_stage_and_offload()
+        check_offload(config)
+        for section in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
+            if config.get_value(f"{section}.device") in {None, "none"}:
+                config.del_config_sub_tree(section)
         for name, key in KEYS.items():
-            value = self.get_value(key)
-            setattr(self, name, None if value == AUTO else value)
+            setattr(self, name, None if config.is_auto(key) else config.get_value(key))
         if self.hf_ds_config.is_zero3():
             self.zero3_init_flag = self.zero3_init_flag is not False
         else:
@@ -239,22 +241,23 @@ class DeepSpeedPlugin:
         must_match: bool,
         values: Mapping[str, Any],
     ) -> None:
-        known = {
-            key: KnownValue(value=value, source="argument", binding=must_match)
+        source = "argument" if must_match else ""
+        mine = {
+            key: (value, source)
             for key, value in values.items()
             if covers(key) and self.get_value(key) is not None
         }
-        filled = fill(self.deepspeed_config, known)
-        if unknown := [*filter(covers, filled.open_keys)]:
+        found = fill(self.deepspeed_config, mine)
+        self.hf_ds_config.set_stage_and_offload()
+        if unknown := [*filter(covers, open_keys(self.deepspeed_config))]:
             raise SettingsError(
                 f"The DeepSpeed configuration has 'auto' for {', '.join(unknown)}, whose value is unknown: "
                 "set it, or pass it by its dotted key."
             )
-        self.deepspeed_config = filled.config
         if mismatches is None:
-            refuse_mismatches(filled.mismatches)
+            refuse_mismatches(found)
         else:
-            mismatches += filled.mismatches
+            mismatches += found
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Set the engine's precision, unless the configuration has one.
@@ -275,15 +278,22 @@ class DeepSpeedPlugin:
         autocast = self.get_value("torch_autocast.enabled") is True  # torch's autocast is used instead.
         for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
             if chosen == name and self.get_value(f"{other}.enabled") is True:
-                known = KnownValue(value=False, source=f"mixed_precision={chosen!r}")
-                refuse_mismatches([known.contradiction(f"{other}.enabled", True)])  # noqa: FBT003
+                refuse_mismatches(fill(config, {f"{other}.enabled": (False, f"mixed_precision={chosen!r}")}))
             value = self.get_value(f"{name}.enabled")
             if value == AUTO or (value is None and chosen == name and not autocast):
                 put(config, f"{name}.enabled", chosen == name)
 
     def set_deepspeed_weakref(self) -> None:
         """Register the configuration with transformers, which then shards models during construction."""
-        self._link = link(self.deepspeed_config, asked=bool(self.zero3_init_flag))
+        self._link = None
+        if "transformers" not in sys.modules or not is_installed("deepspeed"):
+            return
+        integration = importlib.import_module("transformers.integrations.deepspeed")
+        if self.zero3_init_flag:  # transformers keeps only a weak reference
+            self._link = HfDeepSpeedConfig(config_for_models(self.deepspeed_config))
+            integration.set_hf_deepspeed_config(self._link)
+        else:
+            integration.unset_hf_deepspeed_config()
 
     def is_zero3_init_enabled(self) -> bool:
         """Return whether transformers shards the parameters of the models that it builds."""
@@ -373,7 +383,7 @@ def _configuration(source: Any, keywords: dict[str, Any]) -> HfDeepSpeedConfig:
         )
     else:
         config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
-    if not isinstance(config.config.get("zero_optimization", {}), dict):
+    if not isinstance(config.config.setdefault("zero_optimization", {}), dict):
         raise SettingsError(
             f"The DeepSpeed configuration has zero_optimization={config.config['zero_optimization']!r}; it "
             'must be an object, such as {"stage": 2}.'

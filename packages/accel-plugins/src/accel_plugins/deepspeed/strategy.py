@@ -18,8 +18,6 @@ from accel_plugins.deepspeed.config import (
     DummyOptim,
     DummyScheduler,
     HfDeepSpeedConfig,
-    KnownValue,
-    RunFacts,
     autofill,
     batch_size_of,
     hidden_size_of,
@@ -37,11 +35,13 @@ from accel_plugins.deepspeed.library import (
     start,
 )
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.deepspeed.sequence import sequences_of
+from accel_plugins.deepspeed.sequence import check_attention, mesh_of
 from accel_plugins.deepspeed.state import DeepSpeedStates
 from accel_plugins.kwargs import DataLoaderConfiguration, GradientAccumulationPlugin
 from accel_plugins.optimizers.host_adamw import HostAdamW
 from accel_plugins.optimizers.muon import Muon
+from accel_plugins.parallelism.config import DeepSpeedSequenceParallelConfig, ParallelismConfig
+from accel_plugins.parallelism.sequence import Ulysses
 from accel_plugins.precision import EnginePrecision
 from accel_plugins.strategy import (
     BatchSharding,
@@ -86,21 +86,27 @@ class DeepSpeedStrategy(Strategy):
         loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
         self.split_batches = loading.split_batches
         self.accumulation = accumulation_of(handlers.get(GradientAccumulationPlugin))
-        # 2. Shard batches, and sequences.
-        topology, self.sequences = runtime.topology, sequences_of(runtime, handlers)
-        sharers = 1 if self.sequences is None else self.sequences.size
+        # 2. Shard batches, and sequences. DeepSpeed itself need not know of the latter: all ranks shard the
+        # state of the model, and gradients are the mean over all.
+        topology, self.mesh, self.ulysses = runtime.topology, mesh_of(runtime, handlers), None
+        if self.mesh is not None:
+            options = handlers[ParallelismConfig].sp_handler or DeepSpeedSequenceParallelConfig()
+            self.ulysses, self.sequence_options = Ulysses(self.mesh["sp"], averages_losses=False), options
+            length = None if options.sp_seq_length_is_variable else options.sp_seq_length
+            self.shard_sequences = replace(self.ulysses.shard, length=length)
+        self.sequence_size = 1 if self.ulysses is None else self.ulysses.size
         self.sharding = BatchSharding(
-            num_shards=topology.world_size // sharers, shard_index=topology.rank // sharers
+            num_shards=topology.world_size // self.sequence_size,
+            shard_index=topology.rank // self.sequence_size,
         )
-        if self.sequences is not None:
-            self.mesh, self.shard_sequences = self.sequences.full_mesh, self.sequences.shard
         self._wrapper: DeepSpeedEngineWrapper | None = None
         self.states = DeepSpeedStates(self)
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
         """The selected plugin."""
-        return _find_selected(self.plugins)
+        first, *_ = self.plugins.values()
+        return next((plugin for plugin in self.plugins.values() if plugin.selected), first)
 
     def check(self, bundle: Bundle) -> None:
         """Refuse objects from which no engine can be built, and configurations that contradict them."""
@@ -128,9 +134,10 @@ class DeepSpeedStrategy(Strategy):
                     )
         # 2. Check the prepared objects.
         check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.has_engine)
-        if self.sequences is not None:
-            for model in fresh:
-                self.sequences.validate(model)
+        for model in fresh:
+            if self.ulysses is not None:
+                self.ulysses.validate(model)
+                check_attention(model, self.sequence_options)
         if fresh:
             self._configuration(fresh[0], bundle)
         if fresh and plugin.transformer_moe_cls_names:
@@ -146,8 +153,8 @@ class DeepSpeedStrategy(Strategy):
         for index, model in enumerate(models):
             if self._is_engine(model):
                 continue
-            if self.sequences is not None:
-                self.sequences.ulysses.prepare(model)
+            if self.ulysses is not None:
+                self.ulysses.prepare(model)
             if not bundle.optimizers and (evaluation or not self.plugin.hf_ds_config.is_zero3()):
                 models[index] = model.to(self.runtime.device)
                 continue
@@ -170,12 +177,18 @@ class DeepSpeedStrategy(Strategy):
             self.plugin,
             model,
             bundle,
-            world_size=self.runtime.topology.world_size // (self.sequences.size if self.sequences else 1),
+            world_size=self.sharding.num_shards,
             accumulation=self.accumulation,
             split_batches=self.split_batches,
         )
-        validate_config(config)
-        return config
+        try:
+            ds_module("runtime.zero.config").get_zero_config(config)
+        except ValueError as error:  # pydantic lists all fields at once.
+            raise SettingsError(
+                f"DeepSpeed cannot use zero_optimization={config['zero_optimization']!r}: {error}"
+            ) from None
+        # DeepSpeed divides the number of ranks by it to check batch sizes.
+        return config if self.ulysses is None else {**config, "sequence_parallel_size": self.ulysses.size}
 
     def _initialize(self, model: nn.Module, bundle: Bundle) -> tuple[Any, Any, Any]:
         if self.plugin.hf_ds_config.is_zero3():
@@ -202,16 +215,9 @@ class DeepSpeedStrategy(Strategy):
         schedule = _find_placeholder(bundle)
         if schedule is not None and schedule.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = schedule.lr_scheduler_callable
-        if self.sequences is not None:
-            arguments["mpu"] = self.sequences.as_mpu()
         # 2. Build the engine, and undo changes that affect training.
         with hang_monitor.collective_scope("prepare"):
             engine, optimizer, _, scheduler = self.deepspeed.initialize(**arguments)
-        # DeepSpeed's stages below 3 would sum gradients over a sequence-parallel group, not average them over
-        # all ranks; stage 3 does so without `reduce_scatter` only.
-        for owner in () if self.sequences is None else (engine, engine.optimizer):
-            if hasattr(owner, "sequence_parallel_size"):
-                owner.sequence_parallel_size = 1
         # ZeRO replaces the user's Adagrad with a new one without its groups and scheduler.
         original, replacement = arguments.get("optimizer"), getattr(optimizer, "optimizer", None)
         if isinstance(original, Adagrad) and isinstance(replacement, Adagrad):
@@ -249,8 +255,8 @@ class DeepSpeedStrategy(Strategy):
         wrapper, self._wrapper = self._wrapper, None
         if wrapper is not None:
             wrapper.engine.destroy()
-        if self.sequences is not None:
-            self.sequences.release()
+        if self.ulysses is not None:
+            self.ulysses.release()
 
     def adapt_loader(self, loader: Any) -> Any:
         mesh: Any = self.mesh
@@ -334,12 +340,13 @@ def configuration_of(
     bundle: Bundle,
     *,
     world_size: int,
-    accumulation: KnownValue,
+    accumulation: tuple[int, str],
     split_batches: bool,
 ) -> dict[str, Any]:
     """Complete the configuration of one engine."""
     optimizer = next(iter(bundle.optimizers), None)
-    facts = RunFacts(
+    config = autofill(
+        plugin.deepspeed_config,
         world_size=world_size,
         micro_batch=batch_size_of(
             bundle.dataloaders,
@@ -352,37 +359,20 @@ def configuration_of(
         scheduler=_find_placeholder(bundle),
         schedule_shards=1 if split_batches else world_size,
     )
-    config = autofill(plugin.deepspeed_config, facts)
     stage = config["zero_optimization"].get("stage")
     if isinstance(optimizer, Optimizer) and stage and "zero_allow_untested_optimizer" not in config:
         config["zero_allow_untested_optimizer"] = True  # The caller has chosen the optimizer.
     return config
 
 
-def accumulation_of(plugin: GradientAccumulationPlugin | None) -> KnownValue:
-    """Return the number of micro-batches per optimizer step with its source; the default 1 is not binding."""
+def accumulation_of(plugin: GradientAccumulationPlugin | None) -> tuple[int, str]:
+    """Return the number of micro-batches per optimizer step, and its source unless it is the default."""
     steps = None if plugin is None else plugin.num_steps
-    source = f"Accelerator(gradient_accumulation_steps={steps!r})"
-    return KnownValue(value=steps or 1, source=source, binding=steps is not None)
+    return steps or 1, "" if steps is None else f"Accelerator(gradient_accumulation_steps={steps!r})"
 
 
 def _find_placeholder(bundle: Bundle) -> DummyScheduler | None:
     return next((item for item in bundle.schedulers if isinstance(item, DummyScheduler)), None)
-
-
-def _find_selected(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin:
-    first, *_ = plugins.values()
-    return next((plugin for plugin in plugins.values() if plugin.selected), first)
-
-
-def validate_config(config: dict[str, Any]) -> None:
-    """Validate the ZeRO section of a filled configuration by DeepSpeed's parser."""
-    try:
-        ds_module("runtime.zero.config").get_zero_config(config)
-    except ValueError as error:  # pydantic lists all fields at once.
-        raise SettingsError(
-            f"DeepSpeed cannot use zero_optimization={config['zero_optimization']!r}: {error}"
-        ) from None
 
 
 def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) -> None:
