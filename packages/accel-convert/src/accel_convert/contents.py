@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
+from pathlib import PurePosixPath
 from typing import Any
 
+from torch import Tensor
+
+from accel_ops.weights.layout import INDEX_SUFFIX, MODEL_NAME
 from accel_ops.weights.lazy_tensors import LazyTensor
+from accel_state.errors import some_of
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.files import sizes_in
+from accel_train.checkpoint.folder import check, read_manifest
 from accel_train.checkpoint.layout import Manifest
 
 
@@ -107,3 +116,76 @@ def leaves(tree: Any, path: Label = ()) -> Iterator[tuple[Label, Any]]:
     items: Any = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     for key, value in items:
         yield from leaves(value, (*path, key))
+
+
+def is_lazy(value: Any) -> bool:
+    """Return whether a leaf is a lazy tensor."""
+    return isinstance(value, LazyTensor)
+
+
+def lazy_of(tensor: Tensor) -> LazyTensor:
+    """Return a tensor in memory as a lazy one."""
+    rows = tensor if tensor.dim() else tensor.view(1)
+    return LazyTensor(
+        shape=tuple(tensor.shape), dtype=tensor.dtype, read=lambda begin, end: rows[begin:end].clone()
+    )
+
+
+def of_state(
+    folder: AnyPath,
+    form: str,
+    models: list[dict[str, LazyTensor]],
+    optimizers: list[OptimizerContents],
+    dropped: list[str],
+    read: Callable[[str], bool] = lambda _: False,
+) -> CheckpointContents:
+    """Return the contents of a state, with the files beside its models and optimizers.
+
+    `read` returns whether a top-level file or folder was read.
+    """
+    files, described, lost = other_files(folder, read)
+    manifest = read_manifest(folder)
+    check(folder, manifest)
+    return CheckpointContents(
+        form=form,
+        models=models,
+        optimizers=optimizers,
+        state_files=files,
+        config_files=described,
+        manifest=manifest,
+        dropped=[*dropped, *lost],
+    )
+
+
+_READ = re.compile(
+    rf"""(({layout.FSDP_MODEL_NAME}|{layout.OPTIMIZER_NAME})_\d+(/.*)?
+    |({MODEL_NAME}|{layout.FSDP_MODEL_NAME}|{layout.OPTIMIZER_NAME})(_\d+)?\.bin
+    |model(_\d+)?\.safetensors
+    |(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)
+    |.*{re.escape(INDEX_SUFFIX)}
+    |{re.escape(layout.MANIFEST_NAME)})""",
+    re.VERBOSE,
+)
+_DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")
+
+
+def other_files(
+    folder: AnyPath, read: Callable[[str], bool]
+) -> tuple[dict[str, AnyPath], dict[str, AnyPath], list[str]]:
+    """Return the files of a state, the files that describe a model, and a phrase about the others."""
+    state_files: dict[str, AnyPath] = {}
+    described: dict[str, AnyPath] = {}
+    lost: list[str] = []
+    for name in sizes_in(folder):
+        top = PurePosixPath(name).parts[0]
+        if _READ.fullmatch(name) or read(top):
+            continue
+        if name != top:
+            lost.append(name)
+        elif layout.is_of_checkpoint(name):
+            state_files[name] = folder / name
+        elif top.endswith(_DESCRIPTIONS):
+            described[name] = folder / name
+        else:
+            lost.append(name)
+    return state_files, described, [f"file {some_of(lost)}"] if lost else []

@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import xxhash
+from torch import Tensor
 
 from accel_convert.contents import CheckpointContents
 from accel_convert.deepspeed import UNIVERSAL_TAG_FILE
 from accel_convert.read import open_checkpoint
-from accel_convert.write import WRITERS, VerifyingReader, WritePlan
+from accel_convert.write import WRITERS, WritePlan
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int
+from accel_ops.weights.lazy_tensors import LazyTensor
+from accel_ops.weights.safetensors_io import as_bytes
 from accel_state.errors import CheckpointError, SettingsError, did_you_mean, some_of
-from accel_state.files import any_path
+from accel_state.files import any_path, trim_heap
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemotePath
 from accel_train.checkpoint import layout
@@ -92,13 +97,14 @@ def convert_checkpoint(
         raise SettingsError(f"target={str(folder)!r} already contains files. Write to a new folder.")
     contents = open_checkpoint(any_path(source, "source"), None if base is None else any_path(base, "base"))
     plan = WRITERS[to](contents, convert_file_size_to_int(max_shard_size))
+    files = {file.name: (len(file.tensors), sum(lazy.nbytes for lazy in file.tensors)) for file in plan.files}
     report = ConversionReport(
         source=any_path(source, "source"),
         form=contents.form,
-        num_tensors=len(plan.labels),
-        nbytes=sum(file.nbytes for file in plan.files),
+        num_tensors=len(plan.tensors),
+        nbytes=sum(nbytes for _, nbytes in files.values()),
         target=folder,
-        files={file.name: (file.count, file.nbytes) for file in plan.files},
+        files=files,
         dropped=[*contents.dropped, *plan.dropped],
     )
     if not dry_run:
@@ -134,11 +140,11 @@ def _is_last(name: str) -> tuple[bool, str]:
 
 def _write(contents: CheckpointContents, plan: WritePlan, folder: Path, limit: int) -> None:
     # 1. Write the files.
-    written = VerifyingReader(limit)
+    written, read = _Digests(limit), _Digests(limit)
     records: dict[str, FileRecord] = {}
     for file in plan.files:
         make_folder((folder / file.name).parent)
-        records[file.name] = file.write(folder / file.name, written)
+        records[file.name] = file.write(folder / file.name, written.chunks)
     if plan.is_state:
         old = contents.manifest
         manifest = Manifest(
@@ -150,16 +156,45 @@ def _write(contents: CheckpointContents, plan: WritePlan, folder: Path, limit: i
         text = manifest.to_text().encode()
         write_file(folder / layout.MANIFEST_NAME, lambda sink: sink.write(text), to_disk=True)
     # 2. Read them again, and compare.
-    again = VerifyingReader(limit)
-    for label, lazy in open_checkpoint(folder).tensors():
-        again.read(label, lazy)
-    differing = {
+    found = dict(open_checkpoint(folder).tensors())
+    for lazy in found.values():
+        for _ in read.chunks(lazy):
+            pass
+    differing = [
         label
-        for label in written.digests | again.digests
-        if written.digests.get(label) != again.digests.get(label)
-    }
-    missing = plan.labels ^ written.digests.keys()
-    if differing or missing:
-        names = (".".join(map(str, label[2:])) for label in sorted(differing | missing, key=str))
+        for label in {**plan.tensors, **found}
+        if written.of(plan.tensors.get(label)) is None
+        or written.of(plan.tensors.get(label)) != read.of(found.get(label))
+    ]
+    if differing:
+        names = sorted(".".join(map(str, label[2:])) for label in differing)
         raise CheckpointError(f"The written checkpoint differs from the source: {some_of(names)}.")
     flush_folder(folder)
+
+
+class _Digests:
+    """Reads tensors in chunks that fit into the memory of a conversion, and keeps the digest of each.
+
+    A chunk is in memory up to four times: as read, as part of a merge, as serialised, and in a buffer.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._chunk_size = limit // 4
+        self._since_trimmed = 0
+        self._digests: dict[int, object] = {}
+
+    def chunks(self, lazy: LazyTensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the chunks of a tensor, as `LazyTensor.chunks` does."""
+        digest = xxhash.xxh3_64()
+        for begin, rows in lazy.chunks(self._chunk_size):
+            digest.update(as_bytes(rows))
+            yield begin, rows
+        self._digests[id(lazy)] = (digest.hexdigest(), lazy.shape, lazy.dtype)
+        self._since_trimmed += lazy.nbytes
+        if self._since_trimmed > self._chunk_size:
+            self._since_trimmed = 0
+            trim_heap()
+
+    def of(self, lazy: LazyTensor | None) -> object:
+        """Return the hash of the elements of a tensor with its shape and dtype, if it was read."""
+        return self._digests.get(id(lazy))

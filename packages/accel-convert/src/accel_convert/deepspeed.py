@@ -1,16 +1,17 @@
-"""Read checkpoints of DeepSpeed's engine: `is_engine_state`, `read_engine_state`."""
+"""Read checkpoints of DeepSpeed's engine: `read_engine_state`, `read_universal`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count, takewhile
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accel_convert.contents import CheckpointContents, OptimizerContents, weights_in
+from accel_convert.contents import CheckpointContents, OptimizerContents, of_state, weights_in
 from accel_convert.names import name_parameters
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.lazy_tensors import LazyTensor
@@ -20,46 +21,49 @@ from accel_state.remote import AnyPath
 from accel_train.checkpoint import layout
 
 
-def is_engine_state(folder: AnyPath) -> bool:
-    """Return whether a folder is a state of ZeRO, the folder of `engine.save_checkpoint`, or one below it."""
-    return is_engine_folder(folder) or is_engine_folder(engine_folder(folder, layout.engine_name(0), 0))
+def read_engine_state(folder: AnyPath) -> CheckpointContents | None:
+    """Read a state of ZeRO stages 0 to 3, the folder of `engine.save_checkpoint`, or one below it.
 
-
-def read_engine_state(folder: AnyPath, of_state: Callable[..., CheckpointContents]) -> CheckpointContents:
-    """Read a checkpoint of ZeRO stages 0 to 3; files are memory-mapped, and no code in them is executed.
-
-    Raises:
-        CheckpointError: A file is damaged or absent, or it is on a store.
+    Files are memory-mapped, and no code in them is executed.
     """
-    if not isinstance(folder, Path):
-        raise CheckpointError(
-            f"{str(folder)!r} has files of an engine, which only reads local files. Download it."
-        )
+    engines = [folder] if is_engine_folder(folder) else [*takewhile(is_engine_folder, _engines(folder))]
+    if not engines:
+        return None
     models: list[dict[str, LazyTensor]] = []
     optimizers: list[OptimizerContents] = []
     dropped: list[str] = []
-    engines = _engines(folder)
     for index, engine in enumerate(engines):
-        saved = read_folder(engine)
+        saved = read_folder(_local(engine))
         weights = weights_in(_lazily(saved.weights(_from_parts)), engine.name, dropped)
         models.append(weights)
         try:
             numbered = saved.numbered_optimizer()
-            if numbered is None:
-                state = _lazily(saved.optimizer(_from_parts))
-                optimizers.append(OptimizerContents(states=state["state"], groups=state["param_groups"]))
-            else:
-                state = _lazily(numbered)
-                optimizers.append(
-                    name_parameters(state["state"], state["param_groups"], weights, in_order=True)
-                )
+            state = _lazily(saved.optimizer(_from_parts) if numbered is None else numbered)
         except CheckpointError as error:
             dropped.append(f"optimizer {index}: {error}")
+            continue
+        if numbered is None:
+            optimizers.append(OptimizerContents(states=state["state"], groups=state["param_groups"]))
+        else:
+            named = name_parameters(state["state"], state["param_groups"], weights, in_order=True)
+            optimizers.append(named)
     form = "checkpoint of DeepSpeed"
     if engines == [folder]:
         return CheckpointContents(form=form, models=models, optimizers=optimizers, dropped=dropped)
     read = {engine.name for engine in engines} | layout.ENGINE_ROOT_FILES
     return of_state(folder, form, models, optimizers, dropped, read.__contains__)
+
+
+def _engines(folder: AnyPath) -> Iterator[AnyPath]:
+    return (engine_folder(folder, layout.engine_name(index), index) for index in count())
+
+
+def _local(folder: AnyPath) -> Path:
+    if isinstance(folder, Path):
+        return folder
+    raise CheckpointError(
+        f"{str(folder)!r} has files of an engine, which only reads local files. Download it."
+    )
 
 
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -68,12 +72,8 @@ UNIVERSAL_TAG_FILE = "latest_universal"
 """The file that names the sibling folder that an engine loads."""
 
 
-def is_universal(folder: AnyPath) -> bool:
-    """Return whether a folder is an output of DeepSpeed's `ds_to_universal`, or has such checkpoints."""
-    return _universal_folder(folder) is not None
-
-
-def _universal_folder(folder: AnyPath) -> AnyPath | None:
+def read_universal(folder: AnyPath) -> CheckpointContents | None:
+    """Read an output of DeepSpeed's `ds_to_universal`: files for each parameter, and one of the model."""
     if (folder / UNIVERSAL_TAG_FILE).is_file():
         tag = (folder / UNIVERSAL_TAG_FILE).read_text().strip()
         if PurePath(tag).name != tag:
@@ -81,21 +81,11 @@ def _universal_folder(folder: AnyPath) -> AnyPath | None:
                 f"{str(folder / UNIVERSAL_TAG_FILE)!r} has {tag[:40]!r}, which is no folder."
             )
         folder = folder / tag
-    return folder if (folder / "zero").is_dir() and _model_file(folder) is not None else None
-
-
-def read_universal(folder: AnyPath) -> CheckpointContents:
-    """Read a universal checkpoint: a folder of files for each parameter, and one file of the model.
-
-    Raises:
-        CheckpointError: A file is damaged or absent, or it is on a store.
-    """
-    if not isinstance(folder, Path):
-        raise CheckpointError(
-            f"{str(folder)!r} has files of an engine, which only reads local files. Download it."
-        )
-    folder = Path(str(_universal_folder(folder)))
-    saved = load_file(Path(str(_model_file(folder))))
+    model = next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
+    if model is None or not (folder / "zero").is_dir():
+        return None
+    folder = _local(folder)
+    saved = load_file(folder / model.name)
     dropped: list[str] = []
     weights = weights_in(_lazily(dict(saved["module"])), folder.name, dropped)
     shapes = {name: shape for group in saved["param_shapes"] for name, shape in group.items()}
@@ -108,7 +98,7 @@ def read_universal(folder: AnyPath) -> CheckpointContents:
             flat = value["param"] if isinstance(value, dict) else value
             shape = shapes.get(parameter.name, flat.shape) if flat.dim() else flat.shape
             values[key] = _from_parts(range_of([flat.flatten()], 0, math.prod(shape)), torch.Size(shape))
-        weights[parameter.name] = values.pop(_MASTER)
+        weights[parameter.name] = values.pop("fp32")
         if values:  # buffers have none
             states[parameter.name] = values
     optimizers: list[OptimizerContents] = []
@@ -131,22 +121,6 @@ def read_universal(folder: AnyPath) -> CheckpointContents:
         dropped.append("optimizer 0: zero/optimizer_state.pt, which has its groups, does not exist")
     form = "universal checkpoint of DeepSpeed"
     return CheckpointContents(form=form, models=[weights], optimizers=optimizers, dropped=dropped)
-
-
-def _model_file(folder: AnyPath) -> AnyPath | None:
-    return next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
-
-
-_MASTER = "fp32"
-
-
-def _engines(folder: Path) -> list[Path]:
-    if is_engine_folder(folder):
-        return [folder]
-    engines: list[Path] = []
-    while is_engine_folder(engine := engine_folder(folder, layout.engine_name(len(engines)), len(engines))):
-        engines.append(Path(str(engine)))
-    return engines
 
 
 def _lazily(tree: Any) -> Any:

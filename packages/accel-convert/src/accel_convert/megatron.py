@@ -1,4 +1,4 @@
-"""Read checkpoints of Megatron's `dist_checkpointing`: `is_megatron`, `read_megatron`."""
+"""Read checkpoints of Megatron's `dist_checkpointing`: `read_megatron`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_convert.contents import CheckpointContents, OptimizerContents
+from accel_convert.contents import CheckpointContents, OptimizerContents, lazy_of
 from accel_convert.stream import read_lazily
 from accel_ops.weights.lazy_tensors import LazyTensor
 from accel_plugins.deepspeed.folder import load_file
@@ -32,15 +32,8 @@ _FUSED_NORMS = {
 }
 
 
-def is_megatron(folder: AnyPath) -> bool:
-    """Return whether a folder is a checkpoint of Megatron, or its folder of iterations."""
-    backend = folder / _BACKEND_FILE  # a name that other libraries use, too
-    is_backend = backend.is_file() and b"sharded_backend" in backend.read_bytes()
-    return is_backend or (folder / _LATEST_FILE).is_file()
-
-
-def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents:
-    """Read a checkpoint of the backend `torch_dist`.
+def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents | None:
+    """Read a checkpoint of the backend `torch_dist`; return `None` for another format.
 
     A tensor that Megatron stacks over all layers is one tensor for each layer. If the optimizer has float32
     master weights, these are the weights.
@@ -49,11 +42,22 @@ def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents:
         folder: The folder of one iteration, or of all iterations, of which the latest is read.
         base: A folder with a transformers configuration, for names and layout of the result; `None` for
             Megatron's own.
-
-    Raises:
-        CheckpointError: It is damaged, of another backend, or of a model with another configuration.
     """
-    folder = _iteration(folder)
+    if (folder / _LATEST_FILE).is_file():
+        text = (folder / _LATEST_FILE).read_text().strip()
+        if text != "release" and not text.isdecimal():
+            raise CheckpointError(
+                f"{str(folder / _LATEST_FILE)!r} has {text[:40]!r}, which is not an iteration."
+            )
+        folder = folder / (text if text == "release" else f"iter_{int(text):07d}")
+    elif (
+        not (folder / _BACKEND_FILE).is_file()
+        or b"sharded_backend"
+        not in (
+            folder / _BACKEND_FILE  # a name that other libraries use, too
+        ).read_bytes()
+    ):
+        return None
     described = read_json(folder / _BACKEND_FILE)
     backend = described.get("sharded_backend") if isinstance(described, dict) else None
     if backend != "torch_dist":
@@ -101,15 +105,6 @@ def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents:
         config_files=config_files,
         dropped=[*dropped, f"{_COMMON_FILE}: arguments, schedules and random numbers"],
     )
-
-
-def _iteration(folder: AnyPath) -> AnyPath:
-    if not (folder / _LATEST_FILE).is_file():
-        return folder
-    text = (folder / _LATEST_FILE).read_text().strip()
-    if text != "release" and not text.isdecimal():
-        raise CheckpointError(f"{str(folder / _LATEST_FILE)!r} has {text[:40]!r}, which is not an iteration.")
-    return folder / (text if text == "release" else f"iter_{int(text):07d}")
 
 
 def _by_layer(name: str, lazy: LazyTensor, latest: _Latest) -> dict[str, LazyTensor]:
@@ -256,8 +251,7 @@ def _optimizer(
     names: dict[bool, list[str]] = {True: [], False: []}
     for name, lazy in weights.items():
         names[not (name.endswith(".bias") or len(lazy.shape) == 1) or False not in by_decay].append(name)
-    count = torch.tensor([float(step)], device="cpu")
-    counter = LazyTensor(shape=(), dtype=count.dtype, read=lambda begin, end: count[begin:end].clone())
+    counter = lazy_of(torch.tensor(float(step), device="cpu"))
     return OptimizerContents(
         states={name: {"step": counter, **{key: states[key][name] for key in states}} for name in weights},
         groups=[

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count, takewhile
-from pathlib import PurePosixPath
 from typing import Any, cast
 
 from accel_convert.adapters import is_adapter, merge_adapter
-from accel_convert.contents import CheckpointContents, OptimizerContents, weights_in
-from accel_convert.deepspeed import is_engine_state, is_universal, read_engine_state, read_universal
-from accel_convert.megatron import is_megatron, read_megatron
+from accel_convert.contents import CheckpointContents, OptimizerContents, of_state, other_files, weights_in
+from accel_convert.deepspeed import read_engine_state, read_universal
+from accel_convert.megatron import read_megatron
 from accel_convert.names import name_parameters
 from accel_convert.stream import read_lazily
-from accel_ops.weights.layout import INDEX_SUFFIX, MODEL_NAME, SAFETENSORS_SUFFIX
+from accel_ops.weights.layout import SAFETENSORS_SUFFIX
 from accel_ops.weights.lazy_tensors import LazyTensor, lazy_safetensors, lazy_torch_file
 from accel_ops.weights.read import find_checkpoint_files
 from accel_plugins.sharding.folder import read_index
 from accel_plugins.sharding.state import INDEX_NAME, is_sharded_folder
-from accel_state.errors import CheckpointError, SettingsError, some_of
-from accel_state.frozen import frozen
+from accel_state.errors import CheckpointError, SettingsError
 from accel_state.remote import AnyPath
 from accel_state.unpickling import load_safely
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.contents import MODEL_KEY, OPTIMIZER_KEY
-from accel_train.checkpoint.files import sizes_in
-from accel_train.checkpoint.folder import check, read_manifest
+from accel_train.checkpoint.folder import read_manifest
 
 
 def open_checkpoint(path: AnyPath, base: AnyPath | None = None) -> CheckpointContents:
@@ -37,8 +33,8 @@ def open_checkpoint(path: AnyPath, base: AnyPath | None = None) -> CheckpointCon
         CheckpointError: It has no known format, or is damaged.
         FileNotFoundError: Nothing is at that path.
     """
-    if is_megatron(path):
-        return read_megatron(path, base)
+    if (contents := read_megatron(path, base)) is not None:
+        return contents
     if is_adapter(path) != (base is not None):
         reason = (
             "an adapter: pass its base model" if base is None else "neither an adapter nor of Megatron-LM"
@@ -50,18 +46,10 @@ def open_checkpoint(path: AnyPath, base: AnyPath | None = None) -> CheckpointCon
         return _weights(path)
     if not path.is_dir():
         raise FileNotFoundError(f"no checkpoint at {str(path)!r}: no such file or folder")
-    for row in READERS:
-        if row.fits(path):
-            return row.read(path)
+    for read in READERS:
+        if (contents := read(path)) is not None:
+            return contents
     return _weights(path)
-
-
-@frozen
-class FormatReader:
-    """Detection and reading of one format."""
-
-    fits: Callable[[AnyPath], bool]
-    read: Callable[[AnyPath], CheckpointContents]
 
 
 # States of `save_state`.
@@ -77,12 +65,10 @@ def _has_shards(folder: AnyPath, name: str) -> bool:
     return _has(folder, f"{name}/{INDEX_NAME}")
 
 
-def _is_sharded_state(folder: AnyPath) -> bool:
-    return _has_shards(folder, layout.sharded_model_name(0))
-
-
-def _sharded_state(folder: AnyPath) -> CheckpointContents:
+def _sharded_state(folder: AnyPath) -> CheckpointContents | None:
     """Read a sharded state of FSDP, Megatron, tensor, expert or pipeline parallelism: folders of shards."""
+    if not _has_shards(folder, layout.sharded_model_name(0)):
+        return None
     dropped: list[str] = []
     models: list[dict[str, LazyTensor]] = []
     optimizers: list[OptimizerContents] = []
@@ -96,18 +82,16 @@ def _sharded_state(folder: AnyPath) -> CheckpointContents:
     return of_state(folder, "sharded state", models, optimizers, dropped)
 
 
-def _is_full_state(folder: AnyPath) -> bool:
-    names = (layout.MANIFEST_NAME, layout.optimizer_name(0), layout.rng_name(0))
-    return _full_weights(folder, 0) is not None and any((folder / name).is_file() for name in names)
-
-
 def _full_weights(folder: AnyPath, index: int) -> AnyPath | None:
     names = (name for name in layout.full_weights_names(index) if _has(folder, name))
     return next((folder / name for name in names), None)
 
 
-def _full_state(folder: AnyPath) -> CheckpointContents:
+def _full_state(folder: AnyPath) -> CheckpointContents | None:
     """Read a full state, written by rank 0."""
+    names = (layout.MANIFEST_NAME, layout.optimizer_name(0), layout.rng_name(0))
+    if _full_weights(folder, 0) is None or not any((folder / name).is_file() for name in names):
+        return None
     dropped: list[str] = []
     models = [
         lazy_weights(cast("AnyPath", _full_weights(folder, index)), dropped)
@@ -138,71 +122,13 @@ def _optimizer(
     return name_parameters(state["state"], state["param_groups"], weights, in_order=in_order)
 
 
-def of_state(
-    folder: AnyPath,
-    form: str,
-    models: list[dict[str, LazyTensor]],
-    optimizers: list[OptimizerContents],
-    dropped: list[str],
-    read: Callable[[str], bool] = lambda _: False,
-) -> CheckpointContents:
-    """Return the contents of a state, with the files beside its models and optimizers.
-
-    `read` returns whether a top-level file or folder was read.
-    """
-    files, described, lost = _other_files(folder, read)
-    manifest = read_manifest(folder)
-    check(folder, manifest)
-    return CheckpointContents(
-        form=form,
-        models=models,
-        optimizers=optimizers,
-        state_files=files,
-        config_files=described,
-        manifest=manifest,
-        dropped=[*dropped, *lost],
-    )
-
-
-_READ = re.compile(
-    rf"""(({layout.FSDP_MODEL_NAME}|{layout.OPTIMIZER_NAME})_\d+(/.*)?
-    |({MODEL_NAME}|{layout.FSDP_MODEL_NAME}|{layout.OPTIMIZER_NAME})(_\d+)?\.bin
-    |model(_\d+)?\.safetensors
-    |(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)
-    |.*{re.escape(INDEX_SUFFIX)}
-    |{re.escape(layout.MANIFEST_NAME)})""",
-    re.VERBOSE,
-)
-_DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")
-
-
-def _other_files(
-    folder: AnyPath, read: Callable[[str], bool]
-) -> tuple[dict[str, AnyPath], dict[str, AnyPath], list[str]]:
-    """Return the files of a state, the files that describe a model, and a phrase about the others."""
-    state_files: dict[str, AnyPath] = {}
-    described: dict[str, AnyPath] = {}
-    lost: list[str] = []
-    for name in sizes_in(folder):
-        top = PurePosixPath(name).parts[0]
-        if _READ.fullmatch(name) or read(top):
-            continue
-        if name != top:
-            lost.append(name)
-        elif layout.is_of_checkpoint(name):
-            state_files[name] = folder / name
-        elif top.endswith(_DESCRIPTIONS):
-            described[name] = folder / name
-        else:
-            lost.append(name)
-    return state_files, described, [f"file {some_of(lost)}"] if lost else []
-
-
 # Folders of torch.distributed.checkpoint.
 
 
-def _dcp(folder: AnyPath) -> CheckpointContents:
+def _dcp(folder: AnyPath) -> CheckpointContents | None:
     """Read a DCP folder: a state dict, or a dictionary of a model's and an optimizer's."""
+    if not is_sharded_folder(folder):
+        return None
     dropped: list[str] = []
     state = _shards(folder, dropped)
     optimizers: list[OptimizerContents] = []
@@ -258,7 +184,7 @@ def _weights(path: AnyPath) -> CheckpointContents:
     files: dict[str, AnyPath] = {}
     if path.is_dir():
         names = {file.name for file in checkpoint.files}
-        _, files, lost = _other_files(path, names.__contains__)
+        _, files, lost = other_files(path, names.__contains__)
         dropped += lost
     kind = "safetensors" if checkpoint.files[0].suffix == SAFETENSORS_SUFFIX else "files of torch.save"
     return CheckpointContents(form=kind, models=[weights], config_files=files, dropped=dropped)
@@ -278,11 +204,11 @@ def _numbers(is_there: Callable[[int], bool]) -> Iterator[int]:
     return takewhile(is_there, count())
 
 
-READERS: list[FormatReader] = [
-    FormatReader(fits=is_universal, read=read_universal),
-    FormatReader(fits=is_engine_state, read=lambda folder: read_engine_state(folder, of_state)),
-    FormatReader(fits=_is_sharded_state, read=_sharded_state),
-    FormatReader(fits=is_sharded_folder, read=_dcp),
-    FormatReader(fits=_is_full_state, read=_full_state),
+READERS: list[Callable[[AnyPath], CheckpointContents | None]] = [
+    read_universal,
+    read_engine_state,
+    _sharded_state,
+    _dcp,
+    _full_state,
 ]
-"""The formats of folders, in the order in which they are tried; other folders have weight files only."""
+"""Readers of folders, in the order in which they are tried; each returns `None` for another format."""

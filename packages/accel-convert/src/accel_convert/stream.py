@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache, partial, reduce
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from operator import getitem
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from accel_convert.contents import is_lazy
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.lazy_tensors import LazyTensor, lazy_torch_file
 from accel_plugins.sharding.folder import compact, entries, put
@@ -114,78 +116,51 @@ def _lazy_chunk(
     return chunk
 
 
-class FolderWriter:
-    """Write a DCP folder of one file of shards, one chunk of a tensor at a time.
+Chunks: TypeAlias = Callable[[LazyTensor], Iterator[tuple[int, Tensor]]]
+"""Reads a tensor in chunks, as `LazyTensor.chunks` does."""
+
+
+def write_shards(state: Mapping[str, Any], sink: SupportsWrite[Any], file: str, chunks: Chunks) -> Metadata:
+    """Write the one file of shards of a DCP folder, in which each chunk of a tensor is one; return its index.
 
     Args:
         state: Nested dictionaries and lists with lazy tensors.
-
-    Attributes:
-        tensors: The tensors to write, by their path in the state.
+        sink: Receives its bytes.
+        file: The file's name in the folder.
+        chunks: Reads a tensor.
     """
+    stored: dict[MetadataIndex, Any] = {}
+    position = 0
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self.tensors: dict[tuple[str | int, ...], LazyTensor] = {}
-        on_meta = recursively_apply(
-            lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"),
-            dict(state),
-            test_type=lambda value: isinstance(value, LazyTensor),
-        )
-        flat, self._paths = flatten_state_dict(on_meta)
-        self._objects = {key: value for key, value in flat.items() if not isinstance(value, Tensor)}
-        self._keys = {path: key for key, path in self._paths.items()}
-        for key in flat.keys() - self._objects.keys():
-            value: Any = state
-            for step in self._paths[key]:
-                value = value[step]
-            self.tensors[self._paths[key]] = value
-        self._metadata: dict[str, Any] = {}
-        self._stored: dict[MetadataIndex, Any] = {}
+    def append(content: Any, where: MetadataIndex) -> None:
+        nonlocal position
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        data = buffer.getbuffer()
+        sink.write(data)
+        stored[where] = StorageInfo(file, position, len(data))
+        position += len(data)
 
-    def write(
-        self,
-        sink: SupportsWrite[Any],
-        file: str,
-        chunks_of: Callable[[tuple[str | int, ...], LazyTensor], Iterator[tuple[int, Tensor]]],
-    ) -> None:
-        """Write the file of shards.
-
-        Args:
-            sink: Receives its bytes.
-            file: The file's name in the folder.
-            chunks_of: Reads a tensor in chunks, as `LazyTensor.chunks` does; each becomes a chunk.
-        """
-        position = 0
-
-        def append(content: Any, where: MetadataIndex) -> None:
-            nonlocal position
-            buffer = io.BytesIO()
-            torch.save(content, buffer)
-            data = buffer.getbuffer()
-            sink.write(data)
-            self._stored[where] = StorageInfo(file, position, len(data))
-            position += len(data)
-
-        for key, value in self._objects.items():
-            self._metadata[key] = BytesStorageMetadata()
+    on_meta = recursively_apply(  # lists without tensors would stay as they are
+        lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"), dict(state), test_type=is_lazy
+    )
+    flat, paths = flatten_state_dict(on_meta)
+    rows: dict[str, Any] = {}
+    for key, value in flat.items():
+        if not isinstance(value, Tensor):
+            rows[key] = BytesStorageMetadata()
             append(value, MetadataIndex(key))
-        for path, lazy in self.tensors.items():
-            key, chunks = self._keys[path], list[ChunkStorageMetadata]()
-            empty = [] if lazy.nbytes else [(0, torch.empty(lazy.shape, dtype=lazy.dtype, device="cpu"))]
-            for begin, rows in chain(chunks_of(path, lazy), empty):
-                values = rows if lazy.shape else rows.view(())
-                offsets = torch.Size((begin, *[0] * (values.dim() - 1))) if lazy.shape else torch.Size()
-                append(compact(values), MetadataIndex(key, offsets, len(chunks)))
-                chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=values.shape))
-            properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=lazy.dtype, device="cpu"))
-            self._metadata[key] = TensorStorageMetadata(properties, torch.Size(lazy.shape), chunks)
-
-    def write_index(self, sink: SupportsWrite[Any]) -> None:
-        """Write the index, after the shards."""
-        index = Metadata(
-            state_dict_metadata=self._metadata,
-            planner_data=self._paths,
-            storage_data=self._stored,
-            storage_meta=StorageMeta(),
-        )
-        sink.write(pickle.dumps(index))
+            continue
+        lazy: LazyTensor = reduce(getitem, paths[key], cast("Any", state))
+        written: list[ChunkStorageMetadata] = []
+        nothing = [] if lazy.nbytes else [(0, lazy.full())]
+        for begin, part in chain(chunks(lazy), nothing):
+            values = part if lazy.shape else part.view(())
+            offsets = torch.Size((begin, *[0] * (values.dim() - 1))) if lazy.shape else torch.Size()
+            append(compact(values), MetadataIndex(key, offsets, len(written)))
+            written.append(ChunkStorageMetadata(offsets=offsets, sizes=values.shape))
+        properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=lazy.dtype, device="cpu"))
+        rows[key] = TensorStorageMetadata(properties, torch.Size(lazy.shape), written)
+    return Metadata(
+        state_dict_metadata=rows, planner_data=paths, storage_data=stored, storage_meta=StorageMeta()
+    )
