@@ -80,10 +80,9 @@ def assert_close(actual, expected, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 @distributed(world_size=2)
-def test_clipping_counts_all_models_and_what_belongs_to_none(strategy, norm_type):
-    accelerator = make_accelerator(strategy)
+def test_clipping_counts_all_models_and_what_belongs_to_none(norm_type):
+    accelerator = make_accelerator("fsdp2")
     models, alone = ([make_model(), make_model(hidden=5)] for _ in range(2))
     extra, extra_alone = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1)
@@ -100,6 +99,24 @@ def test_clipping_counts_all_models_and_what_belongs_to_none(strategy, norm_type
     for model, expected in zip((first, second), alone, strict=True):
         assert_close(full_state(accelerator, model), expected.state_dict())
     torch.testing.assert_close(extra.grad, extra_alone.grad)
+
+
+@distributed(world_size=2)
+def test_fsdp1_clips_one_model_at_a_time_and_saves_an_optimizer_of_one(tmp_path):
+    accelerator = make_accelerator("fsdp1")
+    models = [make_model(), make_model(hidden=5)]
+    [optimizer] = together(*models)
+    *models, optimizer = accelerator.prepare(*models, optimizer)
+    accelerator.backward(sum(loss_of(model, rows_of(accelerator)) for model in models))
+    with pytest.raises(SettingsError, match=r"and 4 are not of this model. FSDP1 computes the norm of one"):
+        accelerator.clip_grad_norm_([p for model in models for p in model.parameters()], 0.1)
+    norms = [accelerator.clip_grad_norm_(model.parameters(), 0.1).item() for model in models]
+    alone = [make_model(), make_model(hidden=5)]
+    sum(loss_of(model, ROWS) for model in alone).backward()
+    expected = [nn.utils.clip_grad_norm_(model.parameters(), 0.1).item() for model in alone]
+    assert norms == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(CheckpointWriteError, match="AdamW trains 2 models, and torch gathers from FSDP1"):
+        accelerator.save_state(tmp_path)
 
 
 @distributed(world_size=3)
@@ -593,17 +610,13 @@ def test_an_optimizer_of_a_part_of_a_flat_parameter_is_refused():
 PLUGINS = [
     {"state_dict_type": "FULL_STATE_DICT"},
     {"state_dict_type": "SHARDED_STATE_DICT", **SIZE_BASED},
-    {"state_dict_type": "FULL_STATE_DICT", "use_orig_params": False, **SIZE_BASED},
 ]
 
 
-@pytest.mark.parametrize("plugin", PLUGINS, ids=["full", "sharded", "flat"])
-@pytest.mark.parametrize("make", [by_kind, together])
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("plugin", PLUGINS, ids=["full", "sharded"])
+@pytest.mark.parametrize(("strategy", "make"), [("fsdp1", by_kind), ("fsdp2", by_kind), ("fsdp2", together)])
 @distributed(world_size=3)
 def test_several_models_or_optimizers_go_on_from_a_checkpoint(strategy, make, plugin, tmp_path):
-    if plugin.get("use_orig_params") is False and (strategy == "fsdp2" or make is by_kind):
-        pytest.skip("flat parameters are of FSDP1, and belong to one optimizer")
     sizes = [5] if make is by_kind else [5, 7]
     alone = [make_model(size) for size in sizes]
     expected = make(*alone)

@@ -30,7 +30,7 @@ from accel_plugins.full_parameters import FullParameters
 from accel_plugins.kwargs import TorchDynamoPlugin
 from accel_plugins.sharding.folder import load_object
 from accel_plugins.sharding.shards import ShardedStates
-from accel_plugins.sharding.state import StateAllocator, StateForm, parameters_by_name
+from accel_plugins.sharding.state import StateAllocator, StateForm
 from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy, Strategy
 from accel_plugins.unsharded import States, check_materialised, move_to_device
 from accel_state.errors import SettingsError, UnsupportedError
@@ -362,7 +362,7 @@ class SpmdStates(ShardedStates):
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Return an allocator of tensors sharded like the parameter of the same name and shape, else full."""
-        parameters = parameters_by_name(optimizer, models)
+        parameters = self.parameters_by_name(optimizer, models)
 
         def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
             del key

@@ -34,12 +34,6 @@ NAMES = {
     "adjust_muon_lr": "torch.optim._muon:_adjust_lr",
     "orthogonalize_matrix": "torch.optim._muon:_zeropower_via_newtonschulz",
     "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
-    # Imported by the FSDP tutorials.
-    "apply_activation_checkpointing": (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:apply_activation_checkpointing"
-    ),
-    "checkpoint_wrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper",
-    "offload_wrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:offload_wrapper",
     # The keys of a checkpoint of nested names, and the rows of a folder's index.
     "flatten_state_dict": "torch.distributed.checkpoint._nested_dict:flatten_state_dict",
     "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",

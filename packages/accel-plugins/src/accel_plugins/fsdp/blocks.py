@@ -19,10 +19,9 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from torch.utils.checkpoint import checkpoint
 
 from accel_ops.modules import get_module_children_bottom_up, unbound_forward
-from accel_ops.weights.tensors import find_tied_parameters, retie_parameters
+from accel_ops.weights.tensors import find_tied_parameters
 from accel_state.errors import SettingsError, UnsupportedError, did_you_mean
 from accel_state.libraries import compare_versions
-from accel_state.runtime import Runtime
 
 if TYPE_CHECKING:
     from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
@@ -354,27 +353,3 @@ def ensure_weights_retied(
         return result
 
     return init
-
-
-def materialize_fsdp1(
-    model: nn.Module, runtime: Runtime, plugin: FullyShardedDataParallelPlugin, *, broadcast: bool
-) -> None:
-    """Materialise a model on the device of a run, and broadcast rank 0's weights if `broadcast`.
-
-    The plugin's `param_init_fn` materialises meta modules; without one, they are allocated uninitialised.
-    """
-    tied = find_tied_parameters(model)
-    for module in model.modules():
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(tensor.is_meta for tensor in own):
-            if plugin.param_init_fn is not None:
-                plugin.param_init_fn(module)
-            else:
-                module.to_empty(device=runtime.device, recurse=False)
-    retie_parameters(model, tied)
-    model.to(runtime.device)
-    if broadcast and runtime.topology.world_size > 1:
-        for tensor in (*model.parameters(), *model.buffers()):
-            contiguous = tensor.detach().contiguous()
-            runtime.collectives.broadcast(contiguous, 0)
-            tensor.detach().copy_(contiguous)

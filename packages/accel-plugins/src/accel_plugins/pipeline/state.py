@@ -21,9 +21,7 @@ from accel_plugins.sharding.state import (
     RankPlanners,
     StateAllocator,
     StateForm,
-    check_groups,
     model_variables,
-    parameter_names,
     state_by_index,
 )
 
@@ -120,11 +118,6 @@ class ModelNames:
             self.groups[optimizer] = full
 
 
-def names_of_optimizer(models: Mapping[nn.Module, ModelNames], optimizer: Optimizer) -> ModelNames | None:
-    """Return the names of the model that an optimizer trains, if it was cut."""
-    return next((names for names in models.values() if optimizer in names.groups), None)
-
-
 def all_gather_objects(obj: Any, group: dist.ProcessGroup) -> list[Any]:
     """All-gather objects over a group, in rank order."""
     gathered: list[Any] = [None] * group.size()
@@ -136,7 +129,7 @@ class PipelineStates(ShardedStates):
     """State dicts of stages, under the names of the full model: this rank's part, or gathered from all.
 
     Args:
-        models: The names by cut model.
+        models: The names by cut model; every rank has all tensors of other models.
         group: The ranks of the stages, in order.
         mesh: All ranks of the run.
         device: The device of the run.
@@ -163,115 +156,92 @@ class PipelineStates(ShardedStates):
         names = self.models.get(without_compiler(model))
         if names is None:
             return own
-        return {
-            name: self._replicated(own[name])
-            if name in own and name in names.outside
-            else own.get(name, ABSENT)
-            for name in names.state
-        }
+        for name in names.outside & own.keys():
+            value, placements = own[name], [Replicate()] * self.mesh.ndim
+            if isinstance(value, Tensor) and not isinstance(value, DTensor):
+                own[name] = DTensor.from_local(value, self.mesh, placements, run_check=False)
+        return {name: own.get(name, ABSENT) for name in names.state}
 
-    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> Any:
-        """Load this rank's part of a state dict."""
-        names = self.models.get(without_compiler(model))
-        if names is not None:
-            own = super().model_tensors(model)
-            state = {
-                name: value.to_local()
-                if name in names.outside and isinstance(value, DTensor) and not isinstance(own[name], DTensor)
-                else value
-                for name, value in state.items()
-                if name in own or name not in names.state
-            }
-        return super().load_model(model, state, **options)
+    def own_names(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
+        """Return the first names of the parameters that this rank has."""
+        names, own = self._names_of(optimizer), super().own_names(optimizer, models)
+        return own if names is None else [[names.first.get(name, name) for name in row] for row in own]
+
+    def group_names(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> Sequence[Sequence[str]]:
+        names = self._names_of(optimizer)
+        return super().group_names(optimizer, models) if names is None else names.groups[optimizer]
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
         """Return the states of parameters whose first rank is this one."""
         own = super().optimizer_tensors(optimizer, models)
-        names = names_of_optimizer(self.models, optimizer)
+        names = self._names_of(optimizer)
         if names is None:
             return own
         rank = dist.get_rank(self.group)
-        groups: Any = ABSENT
-        if rank == 0:
-            groups = [
-                {**group, "params": params}
-                for group, params in zip(own["param_groups"], names.groups[optimizer], strict=True)
-            ]
-        named = ((names.first.get(name, name), values) for name, values in own["state"].items())
-        state = {name: values for name, values in named if names.ranks[name][0] == rank}
+        groups = _with_names(own["param_groups"], names.groups[optimizer]) if rank == 0 else ABSENT
+        state = {name: values for name, values in own["state"].items() if names.ranks[name][0] == rank}
         return {**own, "state": state, "param_groups": groups}
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        allocate_own = super().state_allocator(optimizer, models)
-        names = names_of_optimizer(self.models, optimizer)
-        if names is None:
-            return allocate_own
-        own = {
-            names.first.get(name, name): name
-            for group in parameter_names(optimizer, models)
-            for name in group
-        }
-
-        def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Any:
-            return allocate_own(own[name], key, shape, dtype) if name in own else ABSENT
-
-        return allocate
-
-    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        names = names_of_optimizer(self.models, optimizer)
-        if names is not None:
-            check_groups([group["params"] for group in state["param_groups"]], names.groups[optimizer])
-            own = parameter_names(optimizer, models)
-            first = {name: names.first.get(name, name) for group in own for name in group}
-            state = {
-                **state,
-                "state": {
-                    name: state["state"][known] for name, known in first.items() if known in state["state"]
-                },
-                "param_groups": [
-                    {**group, "params": params}
-                    for group, params in zip(state["param_groups"], own, strict=True)
-                ],
-            }
-        super().load_optimizer(optimizer, models, state)
-
-    def _replicated(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or isinstance(value, DTensor):
-            return value
-        return DTensor.from_local(value, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
-
-    def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
-        full: StateDict = {}
-        for part in self.iter_full_state_dict(model, keep=keep):
-            full |= part
-        names = self.models.get(without_compiler(model))
-        order = full if names is None else names.state
-        return {name: full[name] for name in order if name in full}
-
-    def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        names = self.models.get(without_compiler(model))
-        if names is None:
-            yield from super().iter_full_state_dict(model, keep=keep)
-            return
-        own = super().model_tensors(model)
-        for aliases, value in self._iter_all_stages(names, own):
-            full = value.cpu() if isinstance(value, Tensor) else value
-            yield dict.fromkeys(aliases, full) if keep else {}
+        allocate = super().state_allocator(optimizer, models)
+        own = {name for group in self.own_names(optimizer, models) for name in group}
+        return lambda name, *about: allocate(name, *about) if name in own else ABSENT
 
     def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
-        names = self.models.get(without_compiler(model))
-        if names is None:
+        if without_compiler(model) not in self.models:
             yield from super().iter_full_parameters(model, request)
             return
         own = {tied[0]: parameter for tied, parameter in named_parameters_of(model_variables(model))}
-        for aliases, full in self._iter_all_stages(names, own, request.selects):
+        for aliases, full in self._iter_all_stages(model, own, request.selects):
             for name in aliases if request.keep else ():
                 yield name, full.to(request.dtype_of(full.dtype))
 
+    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
+        names = self.models.get(without_compiler(model))
+        if names is None:
+            return super().load_full_state_dict(model, state, **options)
+        by_first = {names.first.get(name, name): value for name, value in state.items()}
+        complete = {name: by_first.get(names.first.get(name, name), ABSENT) for name in names.state}
+        missing = [name for name, value in complete.items() if value is ABSENT]
+        unexpected = [name for name in state if name not in complete]
+        if options.get("strict", True) and (missing or unexpected):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(without_compiler(model)).__name__}: missing keys "
+                f"{missing}, unexpected keys {unexpected}."
+            )
+        result = super().load_full_state_dict(model, complete, **{**options, "strict": False})
+        return type(result)(missing, unexpected)
+
+    def full_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
+    ) -> StateDict:
+        own, names = self.optimizer_tensors(optimizer, models), self.group_names(optimizer, models)
+        values = {(name, key): value for name, row in own["state"].items() for key, value in row.items()}
+        merged: StateDict = {}
+        for (name, key), owner in self._find_owners(values).items():
+            full = self._collect(values.get((name, key)), owner)
+            if keep:
+                merged.setdefault(name, {})[key] = full.cpu() if isinstance(full, Tensor) else full
+        groups = _with_names(optimizer.param_groups, names)
+        return state_by_index({**own, "state": merged, "param_groups": groups}, names)
+
+    def _names_of(self, optimizer: Optimizer) -> ModelNames | None:
+        """Return the names of the model that an optimizer trains, if it was cut."""
+        return next((names for names in self.models.values() if optimizer in names.groups), None)
+
+    def _iter_gathered(self, model: nn.Module, state: StateDict, *, keep: bool) -> Iterator[StateDict]:
+        if without_compiler(model) not in self.models:
+            yield from super()._iter_gathered(model, state, keep=keep)
+            return
+        own = {name: value for name, value in state.items() if value is not ABSENT}
+        for aliases, full in self._iter_all_stages(model, own):
+            yield dict.fromkeys(aliases, full.cpu() if isinstance(full, Tensor) else full) if keep else {}
+
     def _iter_all_stages(
-        self, names: ModelNames, own: Mapping[str, Any], selects: Callable[[str], bool] = lambda _: True
+        self, model: nn.Module, own: Mapping[str, Any], selects: Callable[[str], bool] = lambda _: True
     ) -> Iterator[tuple[list[str], Any]]:
         """Yield the values of all stages in the order of the full model, each with all its names."""
+        names = self.models[without_compiler(model)]
         values = {names.first.get(name, name): value for name, value in own.items()}
         owners = self._find_owners(values)
         aliases: dict[str, list[str]] = {}
@@ -280,50 +250,6 @@ class PipelineStates(ShardedStates):
         for first, tied in aliases.items():
             if first in owners and any(map(selects, tied)):
                 yield tied, self._collect(values.get(first), owners[first])
-
-    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        names = self.models.get(without_compiler(model))
-        if names is None:
-            return super().load_full_state_dict(model, state, **options)
-        by_first = {names.first.get(name, name): value for name, value in state.items()}
-        sources = {name: by_first.get(names.first.get(name, name), ABSENT) for name in names.state} | {
-            **state
-        }
-        missing = [name for name in names.state if sources[name] is ABSENT]
-        unexpected = [name for name in state if name not in names.state]
-        present = {name: sources[name] for name in names.state if sources[name] is not ABSENT}
-        result = super().load_full_state_dict(model, present, **{**options, "strict": False})
-        if options.get("strict", True) and (missing or unexpected):
-            raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(without_compiler(model)).__name__}: missing keys "
-                f"{missing}, unexpected keys {unexpected}."
-            )
-        return type(result)(missing, unexpected)
-
-    def group_names(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> Sequence[Sequence[str]]:
-        names = names_of_optimizer(self.models, optimizer)
-        return super().group_names(optimizer, models) if names is None else names.groups[optimizer]
-
-    def full_optimizer_state(
-        self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
-    ) -> StateDict:
-        own = self.optimizer_tensors(optimizer, models)
-        names = names_of_optimizer(self.models, optimizer)
-        if names is None:
-            return super().full_optimizer_state(optimizer, models, keep=keep)
-        # 1. Gather the values one by one.
-        values = {(name, key): value for name, row in own["state"].items() for key, value in row.items()}
-        merged: StateDict = {}
-        for (name, key), owner in self._find_owners(values).items():
-            full = self._collect(values.get((name, key)), owner)
-            if keep:
-                merged.setdefault(name, {})[key] = full.cpu() if isinstance(full, Tensor) else full
-        # 2. Number the parameters.
-        groups = [
-            {**group, "params": params}
-            for group, params in zip(optimizer.param_groups, names.groups[optimizer], strict=True)
-        ]
-        return state_by_index({**own, "state": merged, "param_groups": groups}, names.groups[optimizer])
 
     def _find_owners(self, own: Mapping[Any, Any]) -> dict[Any, tuple[int, Any]]:
         """Return, for each value of any stage, the first pipeline rank that has it and its description.
@@ -353,3 +279,7 @@ class PipelineStates(ShardedStates):
             full = torch.empty(about.shape, dtype=about.dtype, device=self._device)
         dist.broadcast(full, group=self.group, group_src=rank)
         return full
+
+
+def _with_names(groups: Any, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    return [{**group, "params": params} for group, params in zip(groups, names, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +19,10 @@ from accel_plugins.sharding.state import (
     StateAllocator,
     StateForm,
     allocator_like,
+    check_groups,
     model_variables,
+    names_to_indices,
     parameter_names,
-    parameters_by_name,
     state_by_index,
     state_by_name,
     strip_wrapper_prefixes,
@@ -208,12 +210,16 @@ class ShardedStates(States):
         core = extract_model_from_parallel(model, keep_torch_compile=False)
         own = core.state_dict(keep_vars=True)
         names = {strip_wrapper_prefixes(name): name for name in own}
-        renamed = {names.get(name, name): value for name, value in state.items()}
+        renamed = {names.get(name, name): value for name, value in state.items() if value is not ABSENT}
         packed = {name: _pack(value, own.get(name)) for name, value in renamed.items()}
         return core.load_state_dict(packed, **options)
 
+    def own_names(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
+        """Return the names of an optimizer's parameters on this rank, group by group."""
+        return parameter_names(optimizer, models)
+
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        state = state_by_name(optimizer.state_dict(), parameter_names(optimizer, models))
+        state = state_by_name(optimizer.state_dict(), self.own_names(optimizer, models))
         unpacked = {
             name: {key: _unpack(value) for key, value in values.items()}
             for name, values in state["state"].items()
@@ -222,7 +228,7 @@ class ShardedStates(States):
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Return an allocator of the optimizer's present tensors, and others sharded like the parameter."""
-        parameters = parameters_by_name(optimizer, models)
+        parameters = self.parameters_by_name(optimizer, models)
         plain = {name: parameter for name, parameter in parameters.items() if not is_packed(parameter)}
         own = {name: optimizer.state.get(parameter, {}) for name, parameter in plain.items()}
         allocate_like = allocator_like(plain)
@@ -236,17 +242,24 @@ class ShardedStates(States):
         return allocate
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        parameters = parameters_by_name(optimizer, models)
+        saved = [group["params"] for group in state["param_groups"]]
+        check_groups(saved, self.group_names(optimizer, models))
+        parameters = self.parameters_by_name(optimizer, models)
         packed = {
             name: {key: _pack(value, parameters.get(name)) for key, value in values.items()}
             for name, values in state["state"].items()
         }
-        names = parameter_names(optimizer, models)
-        optimizer.load_state_dict(state_by_index({**state, "state": packed}, names))
+        own = self.own_names(optimizer, models)
+        optimizer.load_state_dict(names_to_indices({**state, "state": packed}, own))
 
     def group_names(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> Sequence[Sequence[str]]:
         """Return the names of the parameters of all ranks, group by group."""
-        return [group["params"] for group in self.optimizer_tensors(optimizer, models)["param_groups"]]
+        return self.own_names(optimizer, models)
+
+    def parameters_by_name(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+        """Return the parameters of an optimizer by `own_names`."""
+        names = chain.from_iterable(self.own_names(optimizer, models))
+        return dict(zip(names, chain.from_iterable(g["params"] for g in optimizer.param_groups), strict=True))
 
     # Full states.
 
@@ -257,12 +270,12 @@ class ShardedStates(States):
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
         state = self.model_tensors(model)
         gathered: StateDict = {}
-        for tensors in self._iter_gathered(state, keep=keep):
+        for tensors in self._iter_gathered(model, state, keep=keep):
             gathered |= tensors
-        return {name: gathered[name] for name in state} if keep else {}
+        return {name: gathered[name] for name in state if name in gathered}
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        return self._iter_gathered(self.model_tensors(model), keep=keep)
+        return self._iter_gathered(model, self.model_tensors(model), keep=keep)
 
     def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
         return iter_gathered(self.sources(model), request, self._device)
@@ -274,6 +287,7 @@ class ShardedStates(States):
             if isinstance(value, Tensor) and isinstance(like.get(name), Tensor)
             else value
             for name, value in state.items()
+            if like.get(name) is not ABSENT
         }
         return self.load_model(model, shards, **options)
 
@@ -302,7 +316,8 @@ class ShardedStates(States):
         }
         self.load_optimizer(optimizer, models, named)
 
-    def _iter_gathered(self, state: StateDict, *, keep: bool) -> Iterator[StateDict]:
+    def _iter_gathered(self, model: nn.Module, state: StateDict, *, keep: bool) -> Iterator[StateDict]:
+        del model
         for names, value in group_tied_names(state):
             full = self._gather(value, keep=keep)
             yield dict.fromkeys(names, full) if keep else {}
@@ -329,6 +344,8 @@ def _unpack(value: Any) -> Any:
 
 
 def _pack(value: Any, like: Any) -> Any:
+    if isinstance(value, DTensor) and isinstance(like, Tensor) and not isinstance(like, DTensor):
+        return value.to_local()  # replicated over the stages of a pipeline
     is_full = isinstance(value, Tensor) and not isinstance(value, DTensor)
     if is_full and is_packed(like) and value.shape == like.shape:
         return shard_like(value, like)

@@ -82,14 +82,6 @@ def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
     return allocate
 
 
-def parameters_by_name(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return the parameters of an optimizer under the names of `parameter_names`."""
-    parameters: dict[str, Tensor] = {}
-    for names, group in zip(parameter_names(optimizer, models), optimizer.param_groups, strict=True):
-        parameters |= zip(names, group["params"], strict=True)
-    return parameters
-
-
 def model_variables(model: nn.Module) -> StateDict:
     """Return the state dict of a model, with its parameters themselves, without prefixes of wrappers."""
     state = extract_model_from_parallel(model, keep_torch_compile=False).state_dict(keep_vars=True)
