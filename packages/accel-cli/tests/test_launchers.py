@@ -328,21 +328,55 @@ POD = {
 
 def test_a_pod_runs_the_command_on_every_machine():
     made = plan(file=POD)
-    words = launchers.pod_arguments(made)
+    words = launchers.pod_arguments(made, ".variables")
     assert made.runner == "pod"
     assert words[:6] == ["compute", "tpus", "tpu-vm", "ssh", "pod", "--zone=us-central1-a"]
     assert words[-1] == "--worker=all"
     before, line = words[-2].removeprefix("--command=").split("; ")
     assert before == "cd repo"
     assert shlex.split(line) == [
-        "env", "ACCELERATE_MIXED_PRECISION=bf16", "A=1 2", "accel", "launch", "--tpu", "--no_tpu_cluster",
+        "env", "ACCELERATE_MIXED_PRECISION=bf16", "sh", "-c", '. "$0" && rm -f "$0" && exec "$@"',
+        "$HOME/.variables", "accel", "launch", "--tpu", "--no_tpu_cluster",
         "--main_training_function", "train", "train.py", "--lr", "1",
     ]  # fmt: skip
+    shown = launchers.show_pod(plan(file={**POD, "tpu_env": ["A=1 2", "HF_TOKEN=s3cr3t"]}))
+    assert shown.startswith("gcloud compute tpus tpu-vm scp .accel-pod-variables pod:.accel-pod-variables ")
+    assert " && gcloud compute tpus tpu-vm ssh pod " in shown
+    assert "s3cr3t" not in shown
+
+
+GCLOUD = """#!/bin/sh
+printf '%s\\n' "$@" >> "$HOME/../seen"
+if [ "$4" = scp ]; then cp -p "$5" "$HOME/${6#*:}"; exit; fi
+for word; do case "$word" in --command=*) exec sh -c "${word#--command=}" ;; esac; done
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the programs are shell scripts")
+def test_variables_of_a_pod_stand_in_no_list_of_processes(tmp_path):
+    (home := tmp_path / "home").mkdir()
+    for name, text in {"gcloud": GCLOUD, "accel": '#!/bin/sh\necho "$HF_TOKEN, $A, $*"\n'}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    file = {**POD, "tpu_env": ["HF_TOKEN=s3cr3t 'value'", "A=1=2"], "commands": ["cd /"]}
+    (tmp_path / "run.yaml").write_text(json.dumps(file))
+    line = ["launch", "--config_file", str(tmp_path / "run.yaml"), "train.py"]
+    program = f"import sys; from accel_cli.main import main; sys.exit(main({line!r}))"
+    environ = {**os.environ, "HOME": str(home), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "s3cr3t 'value', 1=2, launch --tpu --no_tpu_cluster --main_training_function train train.py\n"
+    )
+    seen = (tmp_path / "seen").read_text()
+    assert "--command=" in seen
+    assert "s3cr3t" not in seen
+    assert [*home.iterdir()] == [], "the file is gone once it has been read"
 
 
 def test_every_machine_of_a_pod_shards_as_the_file_says():
     made = plan(file={**POD, "tpu_env": [], "fsdp_config": {"xla": True, "xla_fsdp_v2": True}})
-    _, line = launchers.pod_arguments(made)[-2].removeprefix("--command=").split("; ")
+    _, line = launchers.pod_arguments(made, "v")[-2].removeprefix("--command=").split("; ")
     words = shlex.split(line)
     start = words.index("accel")
     variables = dict(word.split("=", 1) for word in words[1:start])
@@ -354,7 +388,7 @@ def test_every_machine_of_a_pod_shards_as_the_file_says():
 
 def test_a_pod_takes_some_machines_root_and_a_file_of_commands():
     file = {**POD, "tpu_vm": ["vm-1", "vm-2"], "tpu_use_sudo": True}
-    words = launchers.pod_arguments(plan(file=file, machine=replace(EIGHT, commands=("ls", "pwd"))))
+    words = launchers.pod_arguments(plan(file=file, machine=replace(EIGHT, commands=("ls", "pwd"))), "v")
     assert words[-1] == "--worker=vm-1,vm-2"
     assert words[-2].startswith("--command=ls; pwd; sudo env ")
 
@@ -368,9 +402,9 @@ def test_a_comment_in_the_file_of_commands_leaves_the_command_that_follows(tmp_p
 
 def test_no_word_of_a_config_file_becomes_an_option_of_gcloud():
     with pytest.raises(SettingsError, match="tpu_name is '--impersonate-service-account=x'"):
-        launchers.pod_arguments(plan(file={**POD, "tpu_name": "--impersonate-service-account=x"}))
+        launchers.pod_arguments(plan(file={**POD, "tpu_name": "--impersonate-service-account=x"}), "v")
     evil = {"tpu_zone": "--zone", "tpu_vm": ["--impersonate-service-account=x"], "commands": ["--quiet"]}
-    words = launchers.pod_arguments(plan(file={**POD, **evil}))
+    words = launchers.pod_arguments(plan(file={**POD, **evil}), "v")
     assert [word.partition("=")[0] for word in words if word.startswith("-")] == [
         "--zone", "--command", "--worker",
     ]  # fmt: skip
@@ -378,7 +412,7 @@ def test_no_word_of_a_config_file_becomes_an_option_of_gcloud():
 
 @pytest.mark.skipif(which("gcloud") is None, reason="gcloud is not installed")
 def test_gcloud_reads_the_command_line_of_a_pod(tmp_path):
-    line = ["gcloud", *launchers.pod_arguments(plan(file=POD))]
+    line = ["gcloud", *launchers.pod_arguments(plan(file=POD), "v")]
     environ = {**os.environ, "CLOUDSDK_CONFIG": str(tmp_path), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
     told = [
         subprocess.run([*line, *more], env=environ, capture_output=True, text=True, check=False)

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -403,16 +404,50 @@ _WITHOUT_MASTER = ("openmpi", "slurm")
 """The launchers of DeepSpeed that do not set the rendezvous."""
 
 
-def pod_words(plan: LaunchPlan) -> list[str]:
-    """Return `gcloud` with the arguments that run `accel launch` on all machines of the pod."""
+def run_pod(plan: LaunchPlan) -> int:
+    """Run `accel launch` on all machines of the pod; the variables of `tpu_env` go there in a file."""
     gcloud = require_program("gcloud", "a TPU pod needs gcloud", plan.environ)
-    return [gcloud, *pod_arguments(plan)]
+    with tempfile.TemporaryDirectory(prefix="accel-pod-") as folder:
+        path = Path(folder) / f".{Path(folder).name}"
+        if plan.settings.tpu.env:
+            path.touch(mode=0o600)
+            path.write_text(
+                "".join(f"export {shlex.quote(variable)}\n" for variable in plan.settings.tpu.env)
+            )
+            copy = [gcloud, *copy_arguments(plan, path)]
+            if code := subprocess.run(copy, env=dict(plan.environ), check=False).returncode:
+                return code
+    return become([gcloud, *pod_arguments(plan, path.name)], plan.environ)
 
 
-def pod_arguments(plan: LaunchPlan) -> list[str]:
-    """Return the arguments of `gcloud`."""
+def show_pod(plan: LaunchPlan) -> str:
+    """Return the command lines of `run_pod`."""
+    path = Path(".accel-pod-variables")
+    lines = [copy_arguments(plan, path)] if plan.settings.tpu.env else []
+    return " && ".join(
+        shlex.join(redact_line(["gcloud", *line])) for line in [*lines, pod_arguments(plan, path.name)]
+    )
+
+
+def copy_arguments(plan: LaunchPlan, path: Path) -> list[str]:
+    """Return the arguments of `gcloud` that copy a file to the home folders of the machines."""
+    *_, zone, _, worker = pod_arguments(plan, path.name)
+    return [
+        "compute",
+        "tpus",
+        "tpu-vm",
+        "scp",
+        str(path),
+        f"{plan.settings.tpu.name}:{path.name}",
+        zone,
+        worker,
+    ]
+
+
+def pod_arguments(plan: LaunchPlan, file: str) -> list[str]:
+    """Return the arguments of `gcloud` that run `accel launch`; `file` has the variables of `tpu_env`."""
     tpu = plan.settings.tpu
-    return ssh_arguments(tpu.name, tpu.zone, remote_command(plan), ",".join(tpu.vm) or "all")
+    return ssh_arguments(tpu.name, tpu.zone, remote_command(plan, file), ",".join(tpu.vm) or "all")
 
 
 def ssh_arguments(name: str | None, zone: str | None, command: str, worker: str = "all") -> list[str]:
@@ -429,19 +464,24 @@ def ssh_arguments(name: str | None, zone: str | None, command: str, worker: str 
     return [*pod, f"--command={command}", f"--worker={worker}"]
 
 
-def remote_command(plan: LaunchPlan) -> str:
+def remote_command(plan: LaunchPlan, file: str) -> str:
     """Return the shell command of each machine: the configured commands, then the script."""
-    tpu = plan.settings.tpu
-    variables = [*(f"{name}={value}" for name, value in to_environ(plan.settings).items()), *tpu.env]
-    line = [
+    tpu, variables = plan.settings.tpu, to_environ(plan.settings)
+    before = [
         *(["sudo"] if tpu.use_sudo else []),
-        *(["env", *variables] if variables else []),
+        *(["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []),
+    ]
+    line = [
         *("accel", "launch", "--tpu", "--no_tpu_cluster"),
         *("--main_training_function", tpu.main_training_function),
         *(["--downcast_bf16"] if tpu.downcast_bf16 else []),
         *script_words(plan),
     ]
-    return "; ".join([*(plan.machine.commands or tpu.commands), shlex.join(line)])
+    command = shlex.join([*before, *line])
+    if tpu.env:  # which no list of processes shows
+        reading = ["sh", "-c", '. "$0" && rm -f "$0" && exec "$@"']
+        command = f'{shlex.join([*before, *reading])} "$HOME"/{file} {shlex.join(line)}'
+    return "; ".join([*(plan.machine.commands or tpu.commands), command])
 
 
 def _is_selected(name: str, plan: LaunchPlan) -> bool:
@@ -513,7 +553,6 @@ def _by_words(
     *,
     module: str | None = None,
     environ: Callable[[LaunchPlan], Mapping[str, str]] = lambda _: {},
-    needs_script: bool = True,
 ) -> Launcher:
     """Return the row of a command line: of a program, or the arguments of a module that imports torch."""
 
@@ -521,8 +560,7 @@ def _by_words(
         return [*([] if module is None else [sys.executable, "-m", module]), *words(plan)]
 
     def run(plan: LaunchPlan) -> int:
-        if needs_script:
-            require_script(plan)
+        require_script(plan)
         if module is None:
             return become(line(plan), plan.environ)
         arguments = words(plan)
@@ -571,12 +609,12 @@ BUILT_IN: Mapping[str, Launcher] = {
             lambda plan: plan.launch.compute_environment == "AMAZON_SAGEMAKER",
             environ=_aws_variables,
         ),
-        _by_words(
-            "pod",
-            "gcloud starts this command on the machines of the pod",
-            lambda plan: plan.launch.on_tpu and plan.settings.tpu.use_cluster,
-            pod_words,
-            needs_script=False,
+        Launcher(
+            name="pod",
+            explain="gcloud starts this command on the machines of the pod",
+            applies=lambda plan: plan.launch.on_tpu and plan.settings.tpu.use_cluster,
+            run=run_pod,
+            show=show_pod,
         ),
         _on_xla(
             "xla_spmd",
