@@ -17,7 +17,6 @@ from accel import Accelerator
 from accel.utils import ParallelismConfig
 from accel_inspect.estimate.megatron import stage_elements
 from accel_ops.tree import local_part
-from accel_state.libraries import is_installed
 from harness import distributed
 from harness.checks import run_checks
 
@@ -717,10 +716,9 @@ def test_fp8_with_torchao_stores_what_bfloat16_stores(checks):
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(is_installed("msamp"), reason="MS-AMP is installed")
-def test_fp8_with_a_library_that_is_absent_is_a_problem_that_names_what_to_use_instead(checks):
+def test_fp8_with_ms_amp_is_a_problem_that_names_what_to_use_instead(checks):
     (problem,) = checks["FP8 with MS-AMP"]["problems"]
-    assert "MS-AMP, which is not installed: it is no longer developed; use the FP8 backend 'AO'" in problem
+    assert "MS-AMP is no longer developed, and not supported: use the FP8 backend 'AO'" in problem
 
 
 def test_the_parts_of_a_model_under_megatron_hold_what_arithmetic_says(checks):

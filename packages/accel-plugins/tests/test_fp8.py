@@ -9,7 +9,6 @@ import torch
 
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fp8 import ao, te
-from accel_plugins.fp8 import build as msamp
 from accel_plugins.fp8.ao import (
     convert_model_to_fp8_ao,
     filter_first_and_last_linear_layers,
@@ -171,15 +170,8 @@ def test_handlers_are_for_fp8_and_one_at_a_time():
 def test_what_cannot_run_here_names_what_can():
     with pytest.raises(UnsupportedError, match=r"TransformerEngine trains on.*'cuda', not 'cpu'.*'AO'"):
         build(Settings(), Runtime(), {TERecipeKwargs: TERecipeKwargs()})
-    with pytest.raises(UnsupportedError, match=r"MS-AMP trains on.*AORecipeKwargs\(\)"):
+    with pytest.raises(UnsupportedError, match=r"MS-AMP is no longer developed.*AORecipeKwargs\(\)"):
         build(Settings(), Runtime(), {MSAMPRecipeKwargs: MSAMPRecipeKwargs()})
-    if not is_installed("msamp"):
-        with pytest.raises(MissingDependencyError, match=r"MS-AMP cannot be imported.*AORecipeKwargs\(\)"):
-            msamp.build_msamp(MSAMPRecipeKwargs(), sharded=False, world_size=1)
-    with pytest.raises(
-        UnsupportedError, match=r"MS-AMP trains in one process or under DDP.*AORecipeKwargs\(\)"
-    ):
-        msamp.build_msamp(MSAMPRecipeKwargs(), sharded=True, world_size=2)
     if not is_installed("torchao"):
         with pytest.raises(MissingDependencyError, match=r"pip install 'accel-plugins\[torchao\]'"):
             build(Settings(), Runtime(), {})
@@ -208,7 +200,9 @@ def test_the_backend_that_nobody_named_is_said_once(caplog, monkeypatch):
     ],
 )
 def test_axes_that_transformer_engine_cannot_share_are_refused(sizes, recipe, text, monkeypatch):
-    monkeypatch.setattr(msamp, "choose_backend", lambda *_, **__: BY_NAME["TE"])  # as on a GPU
+    monkeypatch.setattr(
+        "accel_plugins.fp8.build.choose_backend", lambda *_, **__: BY_NAME["TE"]
+    )  # as on a GPU
     handlers = {TERecipeKwargs: TERecipeKwargs(recipe=recipe), ParallelismConfig: ParallelismConfig(**sizes)}
     with pytest.raises(UnsupportedError, match=text):
         build(Settings(), Runtime(), handlers)

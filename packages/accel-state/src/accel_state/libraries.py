@@ -382,7 +382,7 @@ BACKENDS = (
         title="MS-AMP",
         library="msamp",
         install="git+https://github.com/Azure/MS-AMP.git",
-        devices=("cuda",),
+        devices=(),
         otherwise="use the FP8 backend 'AO' (torchao: AORecipeKwargs()), or mixed_precision='bf16'",
     ),
 )
@@ -400,6 +400,8 @@ def why_unusable(backend: Fp8Backend, device: Fp8Device, *, emulate: bool = Fals
         >>> print(reason)
         FP8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper), and this one has 8.0: use 'bf16'.
     """
+    if not backend.devices:
+        return f"{backend.title} is no longer developed, and not supported: {backend.otherwise}."
     if device.type not in backend.devices:
         supported = " or ".join(map(repr, backend.devices))
         reason = f"{backend.title} trains on devices of type {supported}, not {device.type!r}"
@@ -441,10 +443,7 @@ def choose_backend(
     reason = why_unusable(wanted, device, emulate=emulate)
     if reason is not None:
         raise UnsupportedError(f"mixed_precision='fp8': {reason}")
-    remedy = f"run `pip install '{wanted.install}'`"
-    if wanted.name == "MSAMP":
-        remedy = f"it is no longer developed: {wanted.otherwise}"
     raise MissingDependencyError(
         f"mixed_precision='fp8' with the backend {wanted.name!r} needs {wanted.title}, which is not "
-        f"installed: {remedy}."
+        f"installed: run `pip install '{wanted.install}'`."
     )

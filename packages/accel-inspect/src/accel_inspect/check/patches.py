@@ -29,7 +29,7 @@ from accel_ops.tree import recursively_apply
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int, fill_shards
 from accel_plugins.optimizers.matrices import ShardLayout
 from accel_state.collectives import ReduceOp
-from accel_state.libraries import BY_NAME, Fp8Device
+from accel_state.libraries import BY_NAME
 from accel_state.torch_private import FakeTensor, ShardingPropagator, compute_local_shape_and_global_offset
 from accel_train import observing
 from accel_train.checkpoint.contents import form_of_run
@@ -274,8 +274,6 @@ def _patch_recipes(recorder: CollectiveRecorder) -> None:
     choose: Any = pkgutil.resolve_name("accel_plugins.fp8.build.choose_backend")
 
     def choose_backend(named: str | None, device: Any, **options: Any) -> Any:
-        if named == "MSAMP":  # It is refused where it is not installed, not because the check is on the CPU.
-            device = Fp8Device(type="cuda")
         backend = BY_NAME[named] if named == "TE" else choose(named, device, **options)
         recorder.fp8 = backend.title
         return backend

@@ -1,4 +1,4 @@
-"""FP8: train with torchao, TransformerEngine and MS-AMP within `Accelerator`."""
+"""FP8: train with torchao and TransformerEngine within `Accelerator`."""
 
 from accel_state.lazy import attach
 

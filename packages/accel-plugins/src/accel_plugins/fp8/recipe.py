@@ -20,7 +20,6 @@ from accel_state.libraries import is_installed
 from accel_state.torch_private import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
-    from accel_plugins.strategy import Bundle
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
 
@@ -42,8 +41,6 @@ class Recipe:
         backend: The library that computes, for `Accelerator.fp8_backend`.
         convert: Changes models in place, before they are wrapped or sharded, and returns a map from every
             replaced parameter to its replacement. Modules that shared a parameter share it afterwards.
-        initialize: Called before `convert` with a bundle; returns it with models and optimizers replaced by a
-            library's.
         compute_scales: Called with the prepared models, still wrapped, after every optimizer step and every
             load: recomputes values that depend on weights.
         reduces_maxima: Whether every forward pass in training is a collective over all ranks.
@@ -51,7 +48,6 @@ class Recipe:
 
     backend: str
     convert: Callable[[Sequence[nn.Module]], Mapping[Tensor, Tensor]]
-    initialize: Callable[[Bundle], Bundle] | None = None
     compute_scales: Callable[[Sequence[nn.Module]], None] | None = None
     reduces_maxima: bool = False
 
@@ -245,11 +241,10 @@ class TERecipeKwargs(KwargsHandler):
 
 @dataclass
 class MSAMPRecipeKwargs(KwargsHandler):
-    """Train in FP8 with MS-AMP, which is no longer developed.
+    """Options of MS-AMP, which is no longer developed: a run that asks for it is refused.
 
     Args:
-        opt_level: `"O1"` (products, and gradients of weights, in 8 bits; weights in 16) or `"O2"` (optimizer
-            state in 8 and 16 bits, too); `ACCELERATE_FP8_OPT_LEVEL`, else `"O2"`.
+        opt_level: `"O1"` or `"O2"`; `ACCELERATE_FP8_OPT_LEVEL`, else `"O2"`.
 
     Raises:
         SettingsError: The level does not exist.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed import device_mesh as torch_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,15 +22,60 @@ from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.settings.engines import ParallelismSettings, find_axes_conflict
 from accel_state.settings.model import Settings
-from accel_state.torch_private import process_groups
 
 if TYPE_CHECKING:
     from accel_state.runtime import Runtime
 
-_ROTATIONS = ("allgather", "alltoall")
-_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+"""The axes, outermost first (neighbours along it have the most distant ranks)."""
+
+_STAGES_PER_RANK = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+}
+_LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble")
 
 logger = logging.getLogger(__name__)
+
+
+def _one_of(*names: str) -> tuple[str, Callable[[Any], bool]]:
+    return f"one of {[*names]}", lambda value: value in names
+
+
+_SIZE = ("a whole number of at least 1", lambda value: is_count(value, least=1))
+_COUNT = ("a whole number of at least 1, or None", lambda value: value is None or is_count(value, least=1))
+_SCHEDULES = _one_of(*_STAGES_PER_RANK)
+_FIELDS: Mapping[str, tuple[Any, str, Callable[[Any], bool]]] = {
+    **{f"{axis}_size": (1, *_SIZE) for axis in (*AXES, "ep")},
+    "cp_backend": ("torch", *_one_of("torch")),
+    "sp_backend": (
+        None,
+        "one of ['deepspeed', 'torch']",
+        lambda value: value in {None, "deepspeed", "torch"},
+    ),
+    "cp_comm_strategy": ("allgather", *_one_of("allgather", "alltoall")),
+    "sp_seq_length": (None, *_COUNT),
+    # Eager attention would need the mask of full sequences.
+    "sp_attn_implementation": ("sdpa", *_one_of("sdpa", "flash_attention_2", "flash_attention_3")),
+    "pp_schedule": ("1F1B", "a text", lambda value: isinstance(value, str)),
+    "pp_num_microbatches": (None, *_COUNT),
+    "pp_stages_per_rank": (None, *_COUNT),
+}
+"""Default of each field, what is expected, and whether a value is that."""
+
+
+def _resolve(options: Any) -> None:
+    """Fill fields that are `None` from the environment, else with their defaults, and check them."""
+    names = [option.name for option in fields(options)]
+    resolve_fields(options, "parallelism", {name: _FIELDS[name][0] for name in names if name in _FIELDS})
+    expect_flags(options, *names)
+    for name in names:
+        if name in _FIELDS:
+            _, wanted, holds = _FIELDS[name]
+            expect(options, name, wanted, holds)
 
 
 @dataclass
@@ -51,12 +98,7 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        resolve_fields(self, "parallelism", {"cp_comm_strategy": "allgather"})
-        if self.cp_comm_strategy not in _ROTATIONS:
-            raise SettingsError(
-                f"Invalid cp_comm_strategy: {self.cp_comm_strategy!s}. TorchContextParallelConfig "
-                f"expects one of {[*_ROTATIONS]}."
-            )
+        _resolve(self)
 
 
 @dataclass
@@ -80,28 +122,13 @@ class DeepSpeedSequenceParallelConfig:
     sp_attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
-        resolve_fields(self, "parallelism", {"sp_attn_implementation": "sdpa"})
+        _resolve(self)
         if self.sp_seq_length_is_variable is None:
             self.sp_seq_length_is_variable = self.sp_seq_length is None
-        expect_flags(self)
-        expect(
-            self,
-            "sp_seq_length",
-            "a whole number of at least 1, or None",
-            lambda value: value is None or is_count(value, least=1),
-        )
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise SettingsError(
                 "DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False): give sp_seq_length."
             )
-        if self.sp_attn_implementation == "eager":
-            raise SettingsError(
-                "DeepSpeedSequenceParallelConfig(sp_attn_implementation='eager'): eager attention needs "
-                "the mask of full sequences, but each rank has a shard. Use 'sdpa'."
-            )
-        expect(
-            self, "sp_attn_implementation", f"one of {[*_ATTENTION[1:]]}", lambda value: value in _ATTENTION
-        )
 
 
 @dataclass
@@ -143,14 +170,10 @@ class TorchTensorParallelPlugin:
         mesh = self.torch_device_mesh
         if mesh is not None:
             size = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)).get("tp")
-            if size is None:
-                raise SettingsError(
-                    f"TorchTensorParallelPlugin(torch_device_mesh={mesh!r}): it has no axis named 'tp'."
-                )
-            if self.tp_size not in {1, size}:
+            if size is None or self.tp_size not in {1, size}:
                 raise SettingsError(
                     f"TorchTensorParallelPlugin(tp_size={self.tp_size!r}, torch_device_mesh={mesh!r}): the "
-                    f"axis 'tp' of the mesh has {size} ranks. Remove tp_size."
+                    "mesh needs an axis named 'tp', which has the size. Leave tp_size out."
                 )
             self.tp_size = size
         expect(self, "tp_size", "a whole number of at least 2", lambda value: is_count(value, least=2))
@@ -195,13 +218,10 @@ class TorchPipelineParallelConfig:
     pp_split_points: Sequence[str] | str | None = None
 
     def __post_init__(self) -> None:
-        resolve_fields(self, "parallelism", {"pp_schedule": "1F1B"})
+        _resolve(self)
         known = {name.lower(): name for name in _STAGES_PER_RANK}
         self.pp_schedule = known.get(str(self.pp_schedule).lower(), self.pp_schedule)
-        expect(self, "pp_schedule", f"one of {[*_STAGES_PER_RANK]}", lambda value: value in _STAGES_PER_RANK)
-        for name in ("pp_num_microbatches", "pp_stages_per_rank"):
-            wanted = "a whole number of at least 1, or None"
-            expect(self, name, wanted, lambda value: value is None or is_count(value, least=1))
+        expect(self, "pp_schedule", *_SCHEDULES)
         expected = _STAGES_PER_RANK[str(self.pp_schedule)]
         if self.pp_stages_per_rank is None:
             self.pp_stages_per_rank = expected
@@ -214,21 +234,6 @@ class TorchPipelineParallelConfig:
             self.pp_split_points = [name.strip() for name in self.pp_split_points.split(",")]
 
 
-_STAGES_PER_RANK = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-}
-_LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble")
-
-
-AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
-"""The axes, outermost first (neighbours along it have the most distant ranks)."""
-
-_BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed", "torch")}
-"""The backends of each axis, the default first."""
 _HANDLERS: dict[str, type[Any]] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
@@ -289,20 +294,10 @@ class ParallelismConfig:
     device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        resolve_fields(self, "parallelism", {f"{axis}_size": 1 for axis in (*AXES, "ep")})
-        self._chosen_backend = self.sp_backend
+        _resolve(self)
         self._is_fully_sharded = False
-        for name, (default, *_) in _BACKENDS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, default)
-        for name in (f"{axis}_size" for axis in (*AXES, "ep")):
-            if not is_count(getattr(self, name), least=1):
-                raise SettingsError(
-                    f"ParallelismConfig({name}={getattr(self, name)!r}): expected a whole number of at "
-                    "least 1."
-                )
-        for name, backends in _BACKENDS.items():
-            expect(self, name, f"one of {[*backends]}", lambda value, known=backends: value in known)
+        self._chosen_backend = self.sp_backend
+        self.sp_backend = self.sp_backend or "deepspeed"
         for axis, kind in _HANDLERS.items():
             name = f"{axis}_handler"
             handler = getattr(self, name)
@@ -474,7 +469,7 @@ class ParallelismConfig:
         """Use torch's backend of sequence parallelism, in a run without DeepSpeed.
 
         Raises:
-            SettingsError: DeepSpeed's backend was chosen, or options of it were given.
+            SettingsError: DeepSpeed's backend was chosen.
         """
         if self._chosen_backend == "deepspeed":
             raise SettingsError(
@@ -482,20 +477,13 @@ class ParallelismConfig:
                 "use. Remove sp_backend for sequence parallelism with FSDP2. Or pass a deepspeed_plugin to "
                 "Accelerator, or start the script with `accel launch --use_deepspeed`."
             )
-        handler = self.sp_handler
-        if handler is not None and (handler.sp_seq_length or handler.sp_attn_implementation != "sdpa"):
-            raise SettingsError(
-                f"ParallelismConfig(sp_handler={handler!r}): these are options of DeepSpeed's Ulysses, which "
-                "is not in use. Leave them out: sequences may be of any length, and a model's own "
-                "attn_implementation is used."
+        if self.sp_handler not in (None, DeepSpeedSequenceParallelConfig()):
+            logger.warning(
+                "ParallelismConfig(sp_handler=%r) has no effect without DeepSpeed: sequences may be of any "
+                "length, and a model's own attn_implementation is used.",
+                self.sp_handler,
             )
         self.sp_backend, self.sp_handler = "torch", None
-
-    def use_fully_shard(self) -> None:
-        """Give the mesh a shard axis, even of size 1, because FSDP2 shards the models of the run."""
-        self._is_fully_sharded = not self.sp_enabled  # its axis is a shard axis
-        if self.device_mesh is not None and self.device_mesh.mesh_dim_names == ("tp",):
-            self.device_mesh = None  # to be rebuilt
 
     def check_world(self, world_size: int) -> None:
         """Check that the product of all sizes is the world size.
@@ -589,20 +577,18 @@ def refuse_experts(config: ParallelismConfig) -> None:
         )
 
 
-_meshes: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
+_meshes: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()
+"""The meshes of a default process group."""
 
 
 def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
-    """Return the mesh of all ranks with the given axes. A collective over all ranks.
-
-    It is cached for equal arguments until its process group is destroyed.
-    """
-    key = (device_type, tuple(sizes.items()))
-    known = _meshes.get(key)
-    if known is None or not _is_alive(known):
-        known = torch_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        _meshes[key] = known
-    return _with_default_timeout(known)
+    """Return the mesh of all ranks with the given axes, built once. A collective over all ranks."""
+    known = _meshes.setdefault(dist.group.WORLD, {}) if dist.is_initialized() else {}
+    key = (device_type, *sizes.items())
+    if key not in known:
+        mesh = torch_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        known[key] = mesh
+    return _with_default_timeout(known[key])
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -616,14 +602,6 @@ def _with_default_timeout(mesh: DeviceMesh) -> DeviceMesh:
     for group in mesh.get_all_groups():
         set_group_timeout(timeout, group)
     return mesh
-
-
-def _is_alive(mesh: DeviceMesh) -> bool:
-    living = process_groups()
-    try:
-        return all(group in living for group in mesh.get_all_groups())
-    except (RuntimeError, ValueError):  # a group's name is no longer registered
-        return False
 
 
 @frozen
@@ -719,7 +697,9 @@ def axes_of(
     config = _config(handlers, world, sharded=sharded)
     config.check_world(world)
     if fully_shard:
-        config.use_fully_shard()
+        config._is_fully_sharded = not config.sp_enabled  # its axis is a shard axis
+        if config.device_mesh is not None and config.device_mesh.mesh_dim_names == ("tp",):
+            config.device_mesh = None  # to be rebuilt with a shard axis, even of size 1
     mesh = config.get_device_mesh(runtime.device.type)
     if mesh is None:  # one process
         mesh = mesh_of(runtime.device.type, {"dp_shard": 1})
@@ -756,9 +736,8 @@ def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> Paral
                 f"TorchTensorParallelPlugin(torch_device_mesh={mesh!r}): expected axes named {[*AXES]}, in "
                 "this order, with the ranks in ascending order."
             )
-        sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
-        sizes |= {f"{name}_size": size for name, size in zip(names, mesh.shape, strict=True)}
-        config = ParallelismConfig(**sizes)
+        config = ParallelismConfig()
+        config._sizes = {**dict.fromkeys(AXES, 1), **dict(zip(names, mesh.shape, strict=True))}
         config.device_mesh = mesh
         return config
     tensor = 1 if plugin is None else plugin.tp_size
@@ -767,7 +746,5 @@ def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> Paral
             f"TorchTensorParallelPlugin(tp_size={tensor}): the world size {world} is not a multiple of "
             f"{tensor}; launch a multiple of {tensor} processes, or choose another tp_size."
         )
-    copies = world // tensor
-    if sharded:
-        return ParallelismConfig(tp_size=tensor, dp_shard_size=copies)
-    return ParallelismConfig(tp_size=tensor, dp_replicate_size=copies)
+    copies: dict[str, Any] = {"dp_shard_size" if sharded else "dp_replicate_size": world // tensor}
+    return ParallelismConfig(tp_size=tensor, **copies)

@@ -221,8 +221,6 @@ def _prepare_models(
     parts, strategy = accelerator._parts, accelerator._parts.strategy
     # 1. Convert models: layers for FP8, MLPs and losses in tiles, the forward in mixed precision, sequences.
     if (recipe := parts.recipe) is not None:
-        if recipe.initialize is not None:
-            bundle = recipe.initialize(bundle)
         for old, new in recipe.convert(bundle.models).items():
             sharding.wrap.note_replacement(vars(old), new)
         for optimizer in bundle.optimizers:
