@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,7 +30,6 @@ from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 
 if TYPE_CHECKING:
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
     from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
@@ -269,13 +266,15 @@ def register_comm_hook(
         _Hook.FP16: default_hooks.fp16_compress_hook,
         _Hook.BF16: default_hooks.bf16_compress_hook,
         _Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
-        # torch refuses annotations that are strings; a lambda has none.
-        _Hook.BATCHED_POWER_SGD: lambda state, bucket: batched_power_sgd_hook(state, bucket),  # noqa: PLW0108
+        _Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
     }
     wrappers: dict[_Hook, Callable[..., Any]] = {
         _Hook.FP16: default_hooks.fp16_compress_wrapper,
         _Hook.BF16: default_hooks.bf16_compress_wrapper,
     }
+    # https://github.com/pytorch/pytorch/pull/75157
+    if hook is _Hook.BATCHED_POWER_SGD and not hasattr(powerSGD_hook._orthogonalize, "__wrapped__"):
+        powerSGD_hook._orthogonalize = _orthogonalize_each(powerSGD_hook._orthogonalize)
     function = functions[hook]
     if wrapper is not _Hook.NO:
         function = wrappers[wrapper](function)
@@ -290,61 +289,11 @@ def register_comm_hook(
     model.register_comm_hook(state, function)
 
 
-def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Any:
-    """Average a bucket of gradients as a square matrix of low rank.
+def _orthogonalize_each(orthogonalize: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's function for batches of matrices, to which `batched_powerSGD_hook` gives one matrix."""
 
-    Replaces torch's `batched_powerSGD_hook`, which fails in its first compressed step since `_orthogonalize`
-    takes batches of matrices (https://github.com/pytorch/pytorch/pull/75157). Algorithm: Vogels, Karimireddy,
-    Jaggi, *PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization*, 2019,
-    https://arxiv.org/abs/1905.13727.
+    @wraps(orthogonalize)
+    def of_any_dims(matrices: Tensor, epsilon: float = 0) -> None:
+        orthogonalize(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
 
-    Returns:
-        A future with the averaged gradients.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    if state.iter < state.start_powerSGD_iter:
-        state.maybe_increase_iter(bucket)
-        return default_hooks.allreduce_hook(state.process_group, bucket)  # pyright: ignore[reportArgumentType] - None is the default group
-    buffer, index = bucket.buffer(), bucket.index()
-    # 1. View the bucket as a zero-padded square matrix, in a dtype that can be orthogonalised.
-    side = math.ceil(math.sqrt(buffer.numel()))
-    dtype = torch.promote_types(buffer.dtype, torch.float32)
-    matrix = torch.zeros(side * side, dtype=dtype, device=buffer.device)
-    matrix[: buffer.numel()] = buffer
-    matrix = matrix.view(side, side)
-    if state.use_error_feedback and index in state.error_dict:
-        matrix += state.error_dict[index]
-    # 2. Do a power iteration: P and Q such that P Qᵀ approximates the mean of all ranks' matrices. The first
-    # guess is random, the same on every rank and new in every step.
-    rank = min(state.matrix_approximation_rank, side)
-    guess = state.q_memory_dict.get(index) if state.warm_start else None
-    if guess is None:
-        generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
-        guess = torch.randn(side, rank, generator=generator, dtype=dtype, device="cpu").to(matrix.device)
-    left = torch.linalg.qr(_all_reduce_sum(state, matrix @ torch.linalg.qr(guess).Q, buffer.dtype)).Q
-    right = _all_reduce_sum(state, matrix.T @ left, buffer.dtype) / dist.get_world_size(state.process_group)
-    approximation = left @ right.T
-    if state.use_error_feedback:
-        state.error_dict[index] = matrix - approximation
-    if state.warm_start:
-        state.q_memory_dict[index] = right
-    # 3. Report, and return the approximation.
-    state.total_numel_before_compression += buffer.numel()
-    state.total_numel_after_compression += 2 * side * rank
-    if bucket.is_last() and state.iter >= state.next_stats_report:
-        rate, before, after = state.compression_stats()
-        logger.info("PowerSGD sent %d of %d gradients so far, 1/%.1f of them.", after, before, rate)
-        state.next_stats_report = state.iter + state.compression_stats_logging_frequency
-    state.maybe_increase_iter(bucket)
-    buffer.copy_(approximation.flatten()[: buffer.numel()])
-    future = torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
-    future.set_result(buffer)
-    return future
-
-
-def _all_reduce_sum(state: PowerSGDState, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """All-reduce a sum in the dtype of the gradients."""
-    sent = tensor.to(dtype).contiguous()
-    dist.all_reduce(sent, group=state.process_group)
-    return sent.to(tensor.dtype)
+    return of_any_dims
