@@ -1,4 +1,4 @@
-"""Strategies for XLA devices: replicas, and models that the compiler shards (SPMD), with checkpoints.
+"""Strategies for XLA devices: replicas, and models that the compiler shards (SPMD).
 
 Sharding follows `torch_xla.experimental.spmd_fully_sharded_data_parallel`, without a wrapper module around
 each block: names in state dicts are unchanged.
@@ -6,12 +6,10 @@ each block: names in state dicts are unchanged.
 
 from __future__ import annotations
 
-import io
-import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -19,16 +17,15 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.fsdp import StateDictType
 
 from accel_ops import broadcast
 from accel_ops.tree import recursively_apply, walk
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.fsdp.blocks import blocks, fsdp2_prepare_auto_wrap_policy
-from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.full_parameters import FullParameters
 from accel_plugins.kwargs import TorchDynamoPlugin
-from accel_plugins.sharding.folder import load_object
 from accel_plugins.sharding.shards import ShardedStates
 from accel_plugins.sharding.state import StateAllocator, StateForm
 from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy, Strategy
@@ -37,11 +34,9 @@ from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.labels import DDPCommunicationHookType, DynamoBackend
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
-from accel_state.torch_private import flatten_state_dict
 from accel_state.xla_devices import library, start
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
     from torch.optim import Optimizer
 
 
@@ -214,6 +209,8 @@ class SpmdStrategy(Strategy):
             )
         names = ("mixed_precision_policy", "ignored_modules", "param_init_fn")
         unsupported = [name for name in names if getattr(plugin, name) is not None]
+        if plugin.state_dict_type is not StateDictType.FULL_STATE_DICT:
+            unsupported.append(f"state_dict_type={plugin.state_dict_type!r}")
         unsupported += ["cpu_offload"] * bool(getattr(plugin.cpu_offload, "offload_params", False))
         if unsupported:
             raise UnsupportedError(
@@ -229,7 +226,7 @@ class SpmdStrategy(Strategy):
             mesh = spmd.Mesh([*range(count)], (count, 1), (AXIS, "model"))
             spmd.set_global_mesh(mesh)
         self._plugin, self._xla_mesh = plugin, mesh
-        self.states = SpmdStates(mesh, runtime.device, partial(form_of, plugin))
+        self.states = SpmdStates(runtime.device, lambda: StateForm.FULL)
         self.shard_sequences = partial(recursively_apply, partial(_move_sharded, mesh, runtime))
         self.after_micro_batch = self.after_step = own.flush
 
@@ -347,11 +344,6 @@ def _move_sharded(mesh: Any, runtime: Runtime, tensor: Tensor) -> Tensor:
 class SpmdStates(ShardedStates):
     """States of models that the compiler shards: full states are copied to the CPU."""
 
-    def __init__(self, mesh: Any, device: torch.device, form: Callable[[], StateForm]) -> None:
-        super().__init__(device, form)
-        self._mesh = mesh
-        self.planners = SpmdPlanners()
-
     load_full_state_dict = States.load_full_state_dict
     load_full_optimizer_state = States.load_full_optimizer_state
 
@@ -361,93 +353,12 @@ class SpmdStates(ShardedStates):
         return ((name, parameter.cpu()) for name, parameter in parameters)
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        """Return an allocator of tensors sharded like the parameter of the same name and shape, else full."""
-        parameters = self.parameters_by_name(optimizer, models)
-
-        def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            del key
-            parameter = parameters.get(name)
-            if parameter is None or parameter.shape != shape or not shape:
-                return torch.empty(shape, dtype=dtype, device="cpu")
-            tensor = torch.empty(shape, dtype=dtype, device="cpu").to(parameter.device)
-            shard(tensor, self._mesh)
-            return tensor
-
-        return allocate
+        """Return an allocator of full tensors on the CPU."""
+        del optimizer, models
+        return lambda *entry: torch.empty(entry[2], dtype=entry[3], device="cpu")
 
 
 def xla_module(name: str) -> Any:
     """Import a submodule of torch_xla."""
     library()
     return import_module(f"torch_xla.{name}")
-
-
-class SpmdPlanners:
-    """Plans for tensors that the compiler shards: every process writes and reads the shards of its devices.
-
-    Of a tensor replicated on several devices, the first replica is written. (In torch_xla 2.9
-    `SPMDSavePlanner.create_global_plan` omits all of them if one process has them.)
-    """
-
-    def plan_save(self, state: Mapping[str, Any], rank: int) -> tuple[Any, SavePlan]:
-        flat, paths = flatten_state_dict(dict(state))
-        planner = xla_module("experimental.distributed_checkpoint").SPMDSavePlanner()
-        planner.set_up_planner(flat, is_coordinator=rank == 0)
-        plan = planner.create_local_plan()
-        items = [item for item in plan.items if _is_local_item(item, planner.sharded_state_dict, rank)]
-        return _SavedShards(planner), replace(plan, items=items, planner_data=paths)
-
-    def plan_load(
-        self, state: dict[str, Any], index: Metadata, *, strict: bool, flat: bool
-    ) -> tuple[Any, LoadPlan]:
-        wanted, paths = (state, {}) if flat else flatten_state_dict(state)
-        if not strict:
-            wanted = {key: value for key, value in wanted.items() if key in index.state_dict_metadata}
-        planner = xla_module("experimental.distributed_checkpoint").SPMDLoadPlanner()
-        planner.set_up_planner(wanted, index, is_coordinator=False)
-        return _LoadedShards(planner, state, paths), planner.create_local_plan()
-
-
-_INDEXED_BY_LISTS = "Using a non-tuple sequence"  # torch_xla indexes shards with lists
-
-
-@dataclass(frozen=True, slots=True)
-class _SavedShards:
-    """Resolves the values of a `SPMDSavePlanner`."""
-
-    planner: Any
-
-    def resolve_data(self, item: WriteItem) -> Tensor | io.BytesIO:
-        with _quiet(_INDEXED_BY_LISTS):
-            return self.planner.resolve_data(item)
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadedShards:
-    """Passes tensors to a `SPMDLoadPlanner`; objects are read with `weights_only=True`."""
-
-    planner: Any
-    state: dict[str, Any]
-    paths: Mapping[str, Any]
-
-    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
-        key = item.dest_index.fqn
-        load_object(self.state, self.paths.get(key, (key,)), value)
-
-    def resolve_tensor(self, item: ReadItem) -> Tensor:
-        with _quiet(_INDEXED_BY_LISTS):
-            return self.planner.resolve_tensor(item)
-
-    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        """Copy the shards of a tensor to their devices once all are read."""
-        self.planner.commit_tensor(item, tensor)
-
-
-def _is_local_item(item: WriteItem, sharded: Mapping[str, Any], rank: int) -> bool:
-    """Return whether this process writes an item: the first replica of a shard, and rank 0 of any other."""
-    if item.type is not WriteItemType.SHARD or item.tensor_data is None:
-        return rank == 0
-    tensor = sharded[item.index.fqn].global_tensor
-    (shards,) = library()._XLAC._get_local_shard_replica_and_indices([tensor])
-    replica, _ = shards[item.index.index]
-    return replica == 0 and math.prod(item.tensor_data.chunk.sizes) > 0
