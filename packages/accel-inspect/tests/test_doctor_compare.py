@@ -16,7 +16,6 @@ from accel_inspect.doctor.record import (
     LoaderPass,
     ReadBatch,
     RunRecord,
-    Schedule,
     Step,
 )
 
@@ -45,7 +44,7 @@ def make_backward(loss, batch=0, items=None):
     )
 
 
-def make_step(*gradient, rate=0.1, backwards=1, is_prepared=True):
+def make_step(*gradient, rate=0.1, backwards=1):
     return Step(
         optimizer=0,
         name="SGD",
@@ -55,7 +54,6 @@ def make_step(*gradient, rate=0.1, backwards=1, is_prepared=True):
         gradients={"layer.weight": make_digest(*gradient)},
         before={},
         weights={"layer.weight": make_digest(1.0, 2.0)},
-        schedules=(Schedule(name="StepLR", is_prepared=is_prepared),),
     )
 
 
@@ -88,7 +86,7 @@ WHOLE = ((0, 1, 2, 3), (4, 5, 6, 7))
         ((((0, 1), (4, 5)), ((2, 3), (6, 7))), None),
         ((((0, 1),), ((2, 3),)), "sharded-twice"),
         ((((0, 1), (4, 5)), ((0, 1), (6, 7))), "other-samples-per-rank"),
-        ((((0, 1, 2, 3), (4, 5, 6, 7)),) * 2, "samples-twice"),
+        ((((0, 1, 2, 3), (4, 5, 6, 7)),) * 2, "other-samples-per-rank"),
         ((((0, 1), (4, 5)), ((6, 7), (2, 3))), "order-differs"),
         ((((0, 1), (4, 5)), ((2, 3),)), "uneven-batches"),
     ],
@@ -186,7 +184,8 @@ def test_learning_rates_are_compared_after_equally_many_samples(is_prepared, rat
     of_rank = {
         "batches": (make_batch(0), make_batch(1)),
         "backwards": (make_backward(1.0), make_backward(1.0, batch=1)),
-        "steps": (make_step(1.0), make_step(1.0, rate=rate, backwards=2, is_prepared=is_prepared)),
+        "steps": (make_step(1.0), make_step(1.0, rate=rate, backwards=2)),
+        "schedules": {"StepLR": is_prepared},
     }
     alone = {
         "batches": tuple(map(make_batch, range(3))),

@@ -7,13 +7,7 @@ from typing import NamedTuple
 
 
 class Cause(NamedTuple):
-    """The likely cause of a diagnosis.
-
-    Args:
-        advice: What to check, and how to fix it.
-        page: The page of the documentation.
-        differs: Whether the run differs; otherwise the diagnosis is a note.
-    """
+    """The likely cause of a diagnosis, and a page of the documentation; a note if nothing `differs`."""
 
     advice: str
     page: str
@@ -43,11 +37,8 @@ CAUSES: Mapping[str, Cause] = {
         "guides/data-loading",
     ),
     "other-samples-per-rank": Cause(
-        "Ranks drew different orders or splits. Use the same seed for them on all ranks.",
+        "Ranks drew different orders or splits, or the same samples. Use the same seed on all ranks.",
         "concepts/reproducibility",
-    ),
-    "samples-twice": Cause(
-        "A sampler or dataset gives several ranks the same samples.", "guides/data-loading"
     ),
     "order-differs": Cause(
         "The global batches of the ranks differ from those of one process with that batch size.",
@@ -75,11 +66,6 @@ CAUSES: Mapping[str, Cause] = {
         "The last batch is padded with the first samples. gather_for_metrics() removes them.",
         "guides/evaluation",
     ),
-    "gathered-rows-differ": Cause(
-        "The gathered results have a different number of rows than the batch, or are gathered "
-        "outside the loader's loop.",
-        "guides/evaluation",
-    ),
     "gradients-not-synchronised": Cause(
         "The model was not prepared, is called without its wrapper (model.module), or the last "
         "backward pass before the step runs in no_sync().",
@@ -99,10 +85,6 @@ CAUSES: Mapping[str, Cause] = {
         "guides/gradient-accumulation",
     ),
     "gradients-differ": Cause(
-        "The loss of a rank depends on samples of other ranks, or the ranks run different computations.",
-        "concepts/gradient-synchronization",
-    ),
-    "losses-differ": Cause(
         "The loss of a rank depends on samples of other ranks, or the ranks run different computations.",
         "concepts/gradient-synchronization",
     ),
@@ -126,11 +108,6 @@ CAUSES: Mapping[str, Cause] = {
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or a larger batch per rank.",
         "concepts/gradient-synchronization",
     ),
-    "batchnorm-of-each-rank": Cause(
-        "This is normal for data parallelism. The comparison normalises the rows of each rank separately.",
-        "concepts/gradient-synchronization",
-        differs=False,
-    ),
     "loss-in-low-precision": Cause(
         "The loss is computed under autocast. Compute it outside: the outputs of a prepared "
         "model are already float32.",
@@ -151,9 +128,6 @@ CAUSES: Mapping[str, Cause] = {
         "A prepared schedule advances once per process, since its length counts the batches of one process. "
         "Compute the length before prepare(), or pass Accelerator(step_scheduler_per='update').",
         "guides/configuring",
-    ),
-    "steps-differ": Cause(
-        "The number of steps depends on the rank, or on the number of processes.", "tutorials/troubleshooting"
     ),
     "clip-before-unscale": Cause(
         "Gradients are still multiplied by the loss scale. Use accelerator.clip_grad_norm_, "
@@ -201,16 +175,16 @@ class Diagnosis(NamedTuple):
     """The result of a comparison.
 
     Args:
-        check: What was compared, as `"data"`.
         name: Its name, a key of `CAUSES`; empty if all is equal.
         text: Where, and by how much.
         where: File and line of the script, if known.
+        check: What was compared, as `"data"`.
     """
 
-    check: str
     name: str
     text: str
     where: str = ""
+    check: str = ""
 
     @property
     def differs(self) -> bool:

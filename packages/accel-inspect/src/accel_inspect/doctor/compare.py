@@ -16,7 +16,6 @@ from accel_inspect.doctor.record import (
     RANKS,
     RESCALED,
     RESUMED,
-    Backward,
     Digest,
     LoaderPass,
     Records,
@@ -24,42 +23,36 @@ from accel_inspect.doctor.record import (
     Step,
     by_shard,
     first_of,
-    same_pass,
 )
 
 TOLERANCES = {"float64": 1e-9, "float32": 5e-4, "float16": 2e-2, "bfloat16": 5e-2, "float8": 0.25}
 """Relative differences that are rounding, by dtype; in FP8 each rank scales by its own largest value, too."""
 
 _MIXED = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8"}
-
-_NOISE = 1e-5
-"""Norm of a gradient, relative to that of all, below which it is rounding."""
-
-_GROWTH = 5
-"""By what the rounding of gradients grows with each step: the weights before it are rounded, too."""
-
+_NOISE = 1e-5  # norm of a gradient, relative to that of all, below which it is rounding
+_GROWTH = 5  # of the rounding of gradients with each step: the weights before it are rounded, too
+_FEW_VALUES = 32  # of a BatchNorm, below which its statistics are those of no larger batch
+_SLOW, _SLOW_SECONDS = 2.0, 0.05  # how much longer than the fastest rank a straggler takes
 FLOOR = 0.1
 """Part of the norm of all gradients; a ReLU that rounds to the other side changes small gradients most."""
-
-_FEW_VALUES = 32
-"""Values of a BatchNorm below which its statistics are those of no larger batch."""
 
 
 def compare(records: Records) -> list[Diagnosis]:
     """Compare the runs. Returns the diagnoses of each check, or one that reports that all is equal."""
     first = records[RANKS][0]
+    checks = CHECKS
     diagnoses = [*stops(records)]
     if any(record.stopped for record in records[RANKS]):
-        return [*diagnoses, *data(records), *clocks(records)]
-    for name, check in CHECKS.items():
+        checks = {name: CHECKS[name] for name in ("data", "clocks")}
+    for name, check in checks.items():
         if name == "resume" and (
             first.differs_by or random_numbers(records) or any(map(_differs, diagnoses))
         ):
             records = {run: of_run for run, of_run in records.items() if run != RESCALED}
-        found = [*check(records)]
+        found = [diagnosis._replace(check=name) for diagnosis in check(records)]
         diagnoses += found
-        if not any(map(_differs, found)) and (text := _equal(name, records)):
-            diagnoses.append(Diagnosis(name, "", text))
+        if checks is CHECKS and not any(map(_differs, found)) and (text := _equal(name, records)):
+            diagnoses.append(Diagnosis("", text, check=name))
     return diagnoses
 
 
@@ -70,46 +63,24 @@ def _differs(diagnosis: Diagnosis) -> bool:
 def _equal(name: str, records: Records) -> str:
     """Describe what a check has found to be equal; empty if the runs have nothing of the kind."""
     first, single = records[RANKS][0], first_of(records, ONE)
-    passes = sum(of_loader.is_prepared for of_loader in first.passes)
-    samples = sum(batch.real for record in by_shard(records[RANKS]) for batch in record.batches)
-    if name == "numbers":
-        if single is None or single.stopped or not first.steps or first.differs_by or random_numbers(records):
+    if name == "data" and (passes := sum(of_loader.is_prepared for of_loader in first.passes)):
+        samples = sum(batch.real for record in by_shard(records[RANKS]) for batch in record.batches)
+        return f"{samples} samples in {passes} passes, as on one process"
+    if name == "gathered" and first.gathered:
+        return f"{len(first.gathered)} calls of gather and gather_for_metrics"
+    if name == "numbers" and single is not None and not single.stopped and first.steps:
+        if first.differs_by or random_numbers(records):
             return ""
         what = "losses" if first.losses else "losses, gradients and weights"
         steps, tolerance = comparable_steps(first, single), tolerance_of(first, single)
         return f"{what} of {steps} optimizer steps, to {tolerance:.0e}"
-    is_made, text = {
-        "data": (passes, f"{samples} samples in {passes} passes, as on one process"),
-        "gathered": (first.gathered, f"{len(first.gathered)} calls of gather and gather_for_metrics"),
-        "clocks": (first.steps, f"{len(first.steps)} optimizer steps and their learning rates"),
-        "waiting": (
-            any(backward.reduces for backward in first.backwards),
-            f"one all-reduce of {first.nbytes} bytes for each step",
-        ),
-        "resume": (RESUMED in records, "the steps after a checkpoint, on as many ranks and on one process"),
-    }[name]
-    return text if is_made else ""
-
-
-def stops(records: Records) -> Iterator[Diagnosis]:
-    """Yield the reasons why scripts stopped early."""
-    for run, of_run in records.items():
-        if run in {RESUMED, RESCALED} and any(record.stopped for record in records[RANKS]):
-            continue  # there is no checkpoint
-        if run == RESCALED and any(record.stopped for record in records.get(ONE, ())):
-            continue  # the script does not run on one process
-        stopped = [record for record in of_run if record.stopped]
-        if not stopped:
-            continue
-        first = next((record for record in stopped if "has not ended" not in record.stopped), stopped[0])
-        text = f"rank {first.rank}: {first.stopped}" if run == RANKS else f"{_TITLES[run]}: {first.stopped}"
-        if run != RANKS:
-            name = "one-process-stopped" if run in {ONE, PLAIN} else "resume-stopped"
-        elif "finished reduction" in first.stopped:
-            name = "unused-parameters"
-        else:
-            name = "rank-stopped"
-        yield Diagnosis("run", name, text)
+    if name == "clocks" and first.steps:
+        return f"{len(first.steps)} optimizer steps and their learning rates"
+    if name == "waiting" and any(backward.reduces for backward in first.backwards):
+        return f"one all-reduce of {first.nbytes} bytes for each step"
+    if name == "resume" and RESUMED in records:
+        return "the steps after a checkpoint, on as many ranks and on one process"
+    return ""
 
 
 _TITLES = {
@@ -120,148 +91,128 @@ _TITLES = {
 }
 
 
+def stops(records: Records) -> Iterator[Diagnosis]:
+    """Yield the reasons why scripts stopped early."""
+    failed = {run for run, of_run in records.items() if any(record.stopped for record in of_run)}
+    for run in records:
+        has_no_checkpoint = run in {RESUMED, RESCALED} and RANKS in failed
+        if run not in failed or has_no_checkpoint or (run == RESCALED and ONE in failed):
+            continue
+        stopped = [record for record in records[run] if record.stopped]
+        first = next((record for record in stopped if "has not ended" not in record.stopped), stopped[0])
+        if run != RANKS:
+            name = "one-process-stopped" if run in {ONE, PLAIN} else "resume-stopped"
+            yield Diagnosis(name, f"{_TITLES[run]}: {first.stopped}", check="run")
+        else:
+            name = "unused-parameters" if "finished reduction" in first.stopped else "rank-stopped"
+            yield Diagnosis(name, f"rank {first.rank}: {first.stopped}", check="run")
+
+
 # 1. Data.
 
 
 def data(records: Records) -> Iterator[Diagnosis]:
     """Compare the samples that ranks read: each sample once, in the order of one process."""
-    ranks = by_shard(records[RANKS])
-    single = first_of(records, ONE)
+    ranks, single = by_shard(records[RANKS]), first_of(records, ONE)
     for first in ranks[0].passes:
-        passes = [of_rank for record in ranks if (of_rank := same_pass(record, first)) is not None]
+        passes = [same for record in ranks if (same := _same_pass(record, first)) is not None]
         if len(passes) < len(ranks):
             if not any(record.stopped for record in ranks):
-                yield Diagnosis(
-                    "data",
-                    "uneven-batches",
-                    f"{len(passes)} of {len(ranks)} ranks iterate over it in epoch {first.epoch}",
-                    first.where,
-                )
+                text = f"{len(passes)} of {len(ranks)} ranks iterate over it in epoch {first.epoch}"
+                yield Diagnosis("uneven-batches", text, first.where)
             continue
-        if len(ranks) > 1:
-            yield from _compare_pass(
-                ranks, passes, None if single is None else same_pass(single, first), single
-            )
+        if len(ranks) > 1 and (difference := _compare_pass(ranks, passes, single)):
+            yield Diagnosis(*difference, first.where)
         if first.states and first.epoch == 0:
-            yield Diagnosis(
-                "data",
-                "generator-in-workers",
-                f"each worker has its own copy of the data set's {', '.join(first.states)}",
-                first.where,
-            )
-    yield from _epochs(ranks[0])
+            text = f"each worker has its own copy of the data set's {', '.join(first.states)}"
+            yield Diagnosis("generator-in-workers", text, first.where)
+        second = next(
+            (later for later in ranks[0].passes if (later.loader, later.epoch) == (first.loader, 1)), None
+        )
+        if first.epoch == 0 and first.shuffles and second is not None:
+            orders = [of_epoch.plan or tuple(_rows(ranks[0], of_epoch)) for of_epoch in (first, second)]
+            if len(orders[0]) > 1 and orders[0] == orders[1]:
+                text = "two epochs have the same order although the sampler shuffles"
+                yield Diagnosis("epoch-not-set", text, first.where)
+
+
+def _same_pass(record: RunRecord, other: LoaderPass) -> LoaderPass | None:
+    key = (other.loader, other.epoch)
+    return next((own for own in record.passes if (own.loader, own.epoch) == key), None)
 
 
 def _compare_pass(
-    ranks: Sequence[RunRecord],
-    passes: Sequence[LoaderPass],
-    single: LoaderPass | None,
-    record: RunRecord | None,
-) -> Iterator[Diagnosis]:
+    ranks: Sequence[RunRecord], passes: Sequence[LoaderPass], single: RunRecord | None
+) -> tuple[str, str] | None:
+    """Name and describe how a pass of the ranks differs from that of one process."""
     first = passes[0]
-    plans = [of_rank.plan for of_rank in passes]
-    if first.plan is None or None in plans:
-        yield from _compare_read(ranks, first, record)
-        return
-    lengths = [len(plan) for plan in plans if plan is not None]
-    if len(set(lengths)) > 1:
-        yield Diagnosis(
-            "data", "uneven-batches", f"ranks have {', '.join(map(str, lengths))} batches", first.where
+    plans = [of_rank.plan for of_rank in passes if of_rank.plan is not None]
+    if len(plans) < len(passes):
+        return _compare_read(ranks, first, single)
+    lengths = [*map(len, plans)]
+    if len({*lengths}) > 1:
+        return "uneven-batches", f"ranks have {', '.join(map(str, lengths))} batches"
+    alone = None if single is None else _same_pass(single, first)
+    if alone is None or alone.plan is None:
+        return None
+    union = Counter(sample for plan in plans for batch in plan for sample in batch)
+    wanted = Counter(sample for batch in alone.plan for sample in batch)
+    missing, extra = (wanted - union).total(), (union - wanted).total()
+    if missing or extra >= len(ranks):
+        return "other-samples-per-rank" if extra else "sharded-twice", (
+            f"of {wanted.total()} samples of epoch {first.epoch}, {missing} are read by no rank, "
+            f"and {extra} are read too often"
         )
-        return
-    if single is None or single.plan is None:
-        return
-    union = Counter(sample for plan in plans if plan for batch in plan for sample in batch)
-    wanted = Counter(sample for batch in single.plan for sample in batch)
-    missing, extra = wanted - union, union - wanted
-    num_missing, num_extra = missing.total(), extra.total()
-    if missing or num_extra >= len(ranks):
-        name = "sharded-twice" if not num_extra else "other-samples-per-rank" if missing else "samples-twice"
-        text = (
-            f"of {wanted.total()} samples of epoch {first.epoch}, {num_missing} are read by no rank, "
-            f"and {num_extra} are read too often"
-        )
-        yield Diagnosis("data", name, text, first.where)
-        return
+    if extra or lengths[0] != len(alone.plan):
+        return None  # the script has chosen another batch size
     for number, together in enumerate(zip(*plans, strict=True)):
-        if len(plans[0] or ()) != len(single.plan):
-            break  # the script has chosen another batch size
-        if extra or sorted(sample for batch in together for sample in batch) == sorted(single.plan[number]):
-            continue
-        text = f"batch {number} of epoch {first.epoch} has different samples than in one process"
-        yield Diagnosis("data", "order-differs", text, first.where)
-        return
+        if sorted(sample for batch in together for sample in batch) != sorted(alone.plan[number]):
+            text = f"batch {number} of epoch {first.epoch} has different samples than in one process"
+            return "order-differs", text
+    return None
 
 
 def _compare_read(
     ranks: Sequence[RunRecord], first: LoaderPass, single: RunRecord | None
-) -> Iterator[Diagnosis]:
-    """Compare the rows that were read, where no sampler says which samples they are."""
+) -> tuple[str, str] | None:
+    """Compare the rows that were read for training, where no sampler says which samples they are."""
     rows = [_rows(record, first) for record in ranks]
-    is_training = any(
-        backward.batch >= 0 and ranks[0].batches[backward.batch].loader == first.loader
-        for backward in ranks[0].backwards
-    )
-    if not is_training or not rows[0]:
-        return
+    read = {ranks[0].batches[backward.batch].loader for backward in ranks[0].backwards if backward.batch >= 0}
+    if first.loader not in read or not rows[0]:
+        return None
     if all(of_rank == rows[0] for of_rank in rows[1:]):
         name = "stream-read-in-full" if first.is_prepared else "loader-not-prepared"
-        text = f"all {len(ranks)} ranks read the same {len(rows[0])} rows in epoch {first.epoch}"
-        yield Diagnosis("data", name, text, first.where)
-        return
-    if not first.is_prepared or single is None:
-        return
-    union = Counter(row for of_rank in rows for row in of_rank)
-    wanted = Counter(_rows(single, first))
-    if union != wanted:
-        different = max((wanted - union).total(), (union - wanted).total())
-        text = f"{different} rows of epoch {first.epoch} differ from those of one process"
-        yield Diagnosis("data", "order-differs", text, first.where)
+        return name, f"all {len(ranks)} ranks read the same {len(rows[0])} rows in epoch {first.epoch}"
+    if first.is_prepared and single is not None:
+        union, wanted = Counter(row for of_rank in rows for row in of_rank), Counter(_rows(single, first))
+        if different := max((wanted - union).total(), (union - wanted).total()):
+            return (
+                "order-differs",
+                f"{different} rows of epoch {first.epoch} differ from those of one process",
+            )
+    return None
 
 
-def _rows(record: RunRecord, of: LoaderPass) -> list[Any]:
+def _rows(record: RunRecord, of: LoaderPass) -> list[str]:
     return [
-        sample
+        row
         for batch in record.batches
         if (batch.loader, batch.epoch) == (of.loader, of.epoch)
-        for sample in batch.rows[: batch.real]
+        for row in batch.rows[: batch.real]
     ]
-
-
-def _epochs(record: RunRecord) -> Iterator[Diagnosis]:
-    """Find loaders that shuffle, and read the same order in two epochs."""
-    for first in record.passes:
-        second = next(
-            (later for later in record.passes if (later.loader, later.epoch) == (first.loader, 1)), None
-        )
-        if first.epoch or second is None or not first.shuffles:
-            continue
-        orders = [of_epoch.plan or tuple(_rows(record, of_epoch)) for of_epoch in (first, second)]
-        if len(orders[0]) > 1 and orders[0] == orders[1]:
-            text = "two epochs have the same order although the sampler shuffles"
-            yield Diagnosis("data", "epoch-not-set", text, first.where)
 
 
 # 2. Gathered results.
 
 
 def gathered(records: Records) -> Iterator[Diagnosis]:
-    """Compare what `gather` and `gather_for_metrics` returned."""
-    ranks, single = records[RANKS], first_of(records, ONE)
-    seen: set[str] = set()
-    for number, call in enumerate(ranks[0].gathered):
-        if call.where in seen:
-            continue
-        if call.padding and call.function == "gather":
-            seen.add(call.where)
-            text = f"gather() returned {call.rows} rows of the last batch, {call.padding} of which pad it"
-            yield Diagnosis("gathered", "metric-on-padding", text, call.where)
-        elif single is not None and call.function == "gather_for_metrics" and number < len(single.gathered):
-            expected = single.gathered[number].rows
-            if call.rows != expected and single.gathered[number].where == call.where:
-                seen.add(call.where)
-                text = f"gather_for_metrics() returned {call.rows} rows, on one process {expected}"
-                yield Diagnosis("gathered", "gathered-rows-differ", text, call.where)
+    """Find calls of `gather` that return padding, once for each line."""
+    calls = {
+        call.where: call for call in records[RANKS][0].gathered if call.padding and call.function == "gather"
+    }
+    for call in calls.values():
+        text = f"gather() returned {call.rows} rows of the last batch, {call.padding} of which pad it"
+        yield Diagnosis("metric-on-padding", text, call.where)
 
 
 # 3. Numbers.
@@ -270,37 +221,60 @@ def gathered(records: Records) -> Iterator[Diagnosis]:
 def numbers(records: Records) -> Iterator[Diagnosis]:
     """Compare losses, gradients and weights step by step, up to the first difference."""
     ranks, single = records[RANKS], first_of(records, ONE)
-    shards = by_shard(ranks)
-    yield from _loss_dtypes(ranks[0])
-    if len(shards) > 1 and ranks[0].norms:
-        yield from _batch_norms(ranks)
-    if single is not None and ranks[0].tied != single.tied and not ranks[0].losses:
-        lost = [", ".join(names) for names in single.tied if names not in ranks[0].tied]
-        text = f"one process has tied {'; '.join(lost) or 'none'}"
-        yield Diagnosis("numbers", "weights-untied", text)
-    if ranks[0].differs_by:
-        yield Diagnosis("numbers", "numbers-not-compared", ranks[0].differs_by)
+    first, shards = ranks[0], by_shard(ranks)
+    yield from _of_ranks(ranks)
+    if single is not None and first.tied != single.tied and not first.losses:
+        lost = [", ".join(names) for names in single.tied if names not in first.tied]
+        yield Diagnosis("weights-untied", f"one process has tied {'; '.join(lost) or 'none'}")
+    if first.differs_by:
+        yield Diagnosis("numbers-not-compared", first.differs_by)
         return
     yield from _between_ranks(ranks)
     if single is None or single.stopped:
         return
     if len(shards) > 1 and (reason := random_numbers(records)):
-        yield Diagnosis("numbers", "numbers-not-compared", reason, ranks[0].draws)
+        yield Diagnosis("numbers-not-compared", reason, first.draws)
         return
-    tolerance = tolerance_of(ranks[0], single)
-    for number, step in enumerate(ranks[0].steps[: comparable_steps(ranks[0], single)]):
-        start = ranks[0].steps[number - 1].backwards if number else 0
-        comparable = _same_data(shards, single, start, step.backwards)
-        if not comparable:
+    tolerance = tolerance_of(first, single)
+    for number, step in enumerate(first.steps[: comparable_steps(first, single)]):
+        start = first.steps[number - 1].backwards if number else 0
+        if not _same_data(shards, single, start, step.backwards):
             text = (
                 f"from step {number + 1} on, the ranks and the single process have different global batches"
             )
-            yield Diagnosis("numbers", "numbers-not-compared", text)
+            yield Diagnosis("numbers-not-compared", text)
             return
         difference = _compare_step(shards, single, number, start, tolerance)
         if difference is not None:
             yield difference
             return
+
+
+def _of_ranks(ranks: Sequence[RunRecord]) -> Iterator[Diagnosis]:
+    """Find losses of few bits, although prepared models return float32, and BatchNorms of few values."""
+    first = ranks[0]
+    low = next((backward for backward in first.backwards if backward.dtype in {"float16", "bfloat16"}), None)
+    weights = {digest.dtype for step in first.steps for digest in step.weights.values()}
+    if low is not None and first.precision in _MIXED and weights <= {"float32", "float64"}:
+        yield Diagnosis("loss-in-low-precision", f"the loss has the dtype {low.dtype}", low.where)
+    values = {name: min(record.norms.get(name, math.inf) for record in ranks) for name in first.norms}
+    if len(by_shard(ranks)) > 1 and values:
+        name = min(values, key=values.__getitem__)
+        if values[name] < _FEW_VALUES:
+            text = f"{name} normalises with only the {values[name]} values of its rank"
+            yield Diagnosis("batchnorm-per-rank", text)
+
+
+def _between_ranks(ranks: Sequence[RunRecord]) -> Iterator[Diagnosis]:
+    """Find gradients that ranks have not synchronised."""
+    tolerance = tolerance_of(ranks[0])
+    for number, steps in enumerate(zip(*(record.steps for record in ranks), strict=False), 1):
+        for record, step in zip(ranks[1:], steps[1:], strict=True):
+            name = first_difference(step, steps[0], ranks[0].modules, tolerance)
+            if name is not None:
+                text = f"in step {number}, rank {record.rank} has another gradient of {name} than rank 0"
+                yield Diagnosis("gradients-not-synchronised", text)
+                return
 
 
 def random_numbers(records: Records) -> str:
@@ -322,7 +296,6 @@ def random_samples(records: Records) -> str:
 
 
 def _rows_by_sample(record: RunRecord) -> dict[tuple[Any, ...], str]:
-    """Return digests of samples by loader, pass, index and shape."""
     return {
         (batch.loader, batch.epoch, index, batch.shape): row
         for batch in record.batches
@@ -330,55 +303,66 @@ def _rows_by_sample(record: RunRecord) -> dict[tuple[Any, ...], str]:
     }
 
 
+def _same_data(ranks: Sequence[RunRecord], single: RunRecord, start: int, stop: int) -> bool:
+    """Return whether the global batches of some backward passes are those of one process."""
+    for index in range(start, stop):
+        if any(index >= len(record.backwards) for record in (*ranks, single)):
+            return False
+        if any(record.backwards[index].batch < 0 for record in (*ranks, single)):
+            return True
+        *batches, expected = [record.batches[record.backwards[index].batch] for record in (*ranks, single)]
+        are_known = expected.indices and all(batch.indices for batch in batches)
+        samples_of = attrgetter("indices" if are_known else "rows")
+        if sorted(sample for batch in batches for sample in samples_of(batch)) != sorted(
+            samples_of(expected)
+        ):
+            return False
+    return True
+
+
 def _compare_step(
     ranks: Sequence[RunRecord], single: RunRecord, number: int, start: int, tolerance: float
 ) -> Diagnosis | None:
-    step, expected = ranks[0].steps[number], single.steps[number]
+    first, step, expected = ranks[0], ranks[0].steps[number], single.steps[number]
     title = f"in step {number + 1}"
     if step.backwards != expected.backwards:
         text = f"{title} come {step.backwards} backward passes before, on one process {expected.backwards}"
-        return Diagnosis("numbers", "windows-differ", text)
-    losses = [_loss(ranks, index) for index in range(start, step.backwards)]
-    wanted = [_loss([single], index) for index in range(start, step.backwards)]
+        return Diagnosis("windows-differ", text)
+    passes = range(start, step.backwards)
+    losses = {index: (_loss(ranks, index), _loss([single], index)) for index in passes}
     grown = rounding(tolerance, number)
     of_weights = min(grown, max(tolerance, 1e-2))
     # 1. The weights before the step, which were equal after the one before.
     if number:
-        changed = _first_weight(step.before, expected.before, ranks[0].steps[number - 1], of_weights)
+        changed = _first_weight(step.before, expected.before, first.steps[number - 1], of_weights)
         if changed is not None:
             text = f"before step {number + 1}, {changed}; after the step before they were equal"
-            return Diagnosis("numbers", "weights-differ", text)
+            return Diagnosis("weights-differ", text)
     # 2. The first parameter in the order of execution whose gradient differs.
-    name = first_difference(step, expected, ranks[0].modules, grown, floor=FLOOR if number else 0.0)
+    name = first_difference(step, expected, first.modules, grown, floor=FLOOR if number else 0.0)
     if name is not None:
         gradient, other = step.gradients.get(name), expected.gradients.get(name)
-        module = name.rpartition(".")[0] or name
         if gradient is None or other is None:
             missing = "the ranks have" if gradient is None else "one process has"
-            text = f"{title}, {missing} no gradient for {name}"
-            return Diagnosis("numbers", "unused-parameters", text)
+            return Diagnosis("unused-parameters", f"{title}, {missing} no gradient for {name}")
+        loss, wanted = losses.get(start, (math.nan, math.nan))
         text = (
-            f"{title}, the first gradient that differs is that of {name} (module {module}): norm"
-            f" {gradient.norm:.4g}, on one process {other.norm:.4g}; loss {losses[0]:.6g}, on one process"
-            f" {wanted[0]:.6g}"
+            f"{title}, the first gradient that differs is that of {name} (module"
+            f" {name.rpartition('.')[0] or name}): norm {gradient.norm:.4g}, on one process {other.norm:.4g};"
+            f" loss {loss:.6g}, on one process {wanted:.6g}"
         )
-        return Diagnosis(
-            "numbers",
-            _explain(ranks, single, number, start, grown),
-            text,
-            ranks[0].backwards[start].where if start < len(ranks[0].backwards) else "",
-        )
+        where = first.backwards[start].where if start < len(first.backwards) else ""
+        return Diagnosis(_explain(ranks, single, step, expected, passes, grown), text, where)
     # 3. Losses, where the gradients are not compared.
-    for index, (loss, other) in enumerate(zip(losses, wanted, strict=True)):
-        if ranks[0].losses and relative(loss, other) > max(tolerance, 5e-3):
+    for index, (loss, other) in losses.items():
+        if first.losses and relative(loss, other) > max(tolerance, 5e-3):
             text = f"{title}, the loss is {loss:.6g}, on one process {other:.6g}"
-            name = _normalisation(ranks, single, start + index) or "losses-differ"
-            return Diagnosis("numbers", name, text, ranks[0].backwards[start + index].where)
+            named = _normalisation(ranks, single, index) or "gradients-differ"
+            return Diagnosis(named, text, first.backwards[index].where)
     # 4. The weights after the step.
     changed = _first_weight(step.weights, expected.weights, step, of_weights)
     if changed is not None:
-        text = f"after step {number + 1} with equal gradients, {changed}"
-        return Diagnosis("numbers", "weights-differ", text)
+        return Diagnosis("weights-differ", f"after step {number + 1} with equal gradients, {changed}")
     return None
 
 
@@ -395,47 +379,44 @@ def _first_weight(
     return None
 
 
-def _explain(ranks: Sequence[RunRecord], single: RunRecord, number: int, start: int, tolerance: float) -> str:
+def _explain(
+    ranks: Sequence[RunRecord],
+    single: RunRecord,
+    step: Step,
+    expected: Step,
+    passes: Iterable[int],
+    tolerance: float,
+) -> str:
     """Name a difference of gradients."""
-    step, expected = ranks[0].steps[number], single.steps[number]
-    for index in range(start, step.backwards):
-        name = _normalisation(ranks, single, index)
-        if name is not None:
+    for index in passes:
+        if name := _normalisation(ranks, single, index):
             return name
-    factor = _factor(step, expected, tolerance)
-    if factor is not None and abs(factor - 1) > tolerance:
+    if _have_a_factor(step, expected, tolerance):
         return "gradients-scaled"
-    if any(_have_other_shapes(ranks, index) for index in range(start, step.backwards)):
-        return "mask-dropped"
-    return "gradients-differ"
+    return "mask-dropped" if any(_have_other_shapes(ranks, index) for index in passes) else "gradients-differ"
 
 
 def _normalisation(ranks: Sequence[RunRecord], single: RunRecord, index: int) -> str | None:
     """Name the mean by which the losses of ranks give that of one process, if their plain mean does not."""
-    passes = [record.backwards[index] for record in ranks]
-    expected = single.backwards[index]
+    passes, expected = [record.backwards[index] for record in ranks], single.backwards[index]
     if expected.items is not None or expected.batch < 0:
         return None
-    mean = math.fsum(backward.loss for backward in passes) / len(passes)
-    gap = abs(mean - expected.loss)
+    gap = abs(_loss(ranks, index) - expected.loss)
     if gap <= 1e-5 * abs(expected.loss):
         return None
-    matches: list[str] = []
     of_single = single.batches[expected.batch].counts
     counts = [record.batches[backward.batch].counts for record, backward in zip(ranks, passes, strict=True)]
+    matches: list[str] = []
     for name in of_single:
         weights = [of_rank.get(name, 0.0) for of_rank in counts]
-        if not sum(weights):
-            continue
-        weighted = math.fsum(
-            weight * backward.loss for weight, backward in zip(weights, passes, strict=True)
-        ) / sum(weights)
-        if abs(weighted - expected.loss) < 0.02 * gap + 1e-6 * abs(expected.loss):
+        weighted = math.fsum(weight * one.loss for weight, one in zip(weights, passes, strict=True))
+        mean = weighted / sum(weights) if sum(weights) else math.inf
+        if abs(mean - expected.loss) < 0.02 * gap + 1e-6 * abs(expected.loss):
             matches.append(name)
-    if not matches:
-        return None
     elements = max((count for name, count in of_single.items() if "padding included" in name), default=0.0)
     masked = [name for name in matches if "padding included" not in name and of_single[name] < elements]
+    if not matches:
+        return None
     return "mask-dropped" if _have_other_shapes(ranks, index) and not masked else "mean-of-means"
 
 
@@ -443,26 +424,21 @@ def _have_other_shapes(ranks: Sequence[RunRecord], index: int) -> bool:
     return len({record.batches[record.backwards[index].batch].shape for record in ranks}) > 1
 
 
-def _factor(step: Step, expected: Step, tolerance: float) -> float | None:
-    """Return the factor between all gradients, if there is one."""
+def _have_a_factor(step: Step, expected: Step, tolerance: float) -> bool:
+    """Return whether all gradients differ by one factor."""
     total = _total(expected.gradients)
     pairs = [
         (digest, other)
         for name, digest in step.gradients.items()
-        if digest is not None
-        and (other := expected.gradients.get(name)) is not None
-        and other.norm > 1e-2 * total
+        if digest and (other := expected.gradients.get(name)) and other.norm > 1e-2 * total
     ]
-    if not pairs:
-        return None
-    factor = pairs[0][0].norm / pairs[0][1].norm
-    if factor == 0:
-        return None
-    for digest, other in pairs:
-        values = tuple(value * factor for value in other.values)
-        if distance(digest, replace(other, norm=other.norm * factor, values=values)) > 2 * tolerance:
-            return None
-    return factor
+    factor = pairs[0][0].norm / pairs[0][1].norm if pairs else 1.0
+    scaled = (
+        replace(other, norm=other.norm * factor, values=tuple(value * factor for value in other.values))
+        for _, other in pairs
+    )
+    distances = (distance(digest, other) for (digest, _), other in zip(pairs, scaled, strict=True))
+    return factor != 0 and abs(factor - 1) > tolerance and all(far <= 2 * tolerance for far in distances)
 
 
 def first_difference(
@@ -480,89 +456,31 @@ def first_difference(
     total = _total(expected.gradients)
     for name in names:
         gradient, other = step.gradients[name], expected.gradients[name]
-        if gradient is None and other is None:
-            continue
+        norm = max(gradient.norm if gradient else 0.0, other.norm if other else 0.0)
         if gradient is None or other is None:
-            if (gradient or other).norm > _NOISE * total:  # pyright: ignore[reportOptionalMemberAccess] - one of them is there
+            if norm > _NOISE * total:
                 return name
-            continue
-        norm = max(gradient.norm, other.norm)
-        if norm > max(_NOISE, tolerance / 10) * total:
+        elif norm > max(_NOISE, tolerance / 10) * total:
             share = norm / max(norm, floor * total)
             if share * distance(gradient, other) > tolerance:
                 return name
     return None
 
 
-def _between_ranks(ranks: Sequence[RunRecord]) -> Iterator[Diagnosis]:
-    """Find gradients that ranks have not synchronised."""
-    tolerance = tolerance_of(ranks[0])
-    for number, step in enumerate(ranks[0].steps):
-        for record in ranks[1:]:
-            if number >= len(record.steps):
-                return
-            name = first_difference(record.steps[number], step, ranks[0].modules, tolerance)
-            if name is not None:
-                text = f"in step {number + 1}, rank {record.rank} has another gradient of {name} than rank 0"
-                yield Diagnosis("numbers", "gradients-not-synchronised", text)
-                return
-
-
-def _batch_norms(ranks: Sequence[RunRecord]) -> Iterator[Diagnosis]:
-    values = {name: min(record.norms.get(name, math.inf) for record in ranks) for name in ranks[0].norms}
-    name = min(values, key=lambda key: values[key])
-    text = f"{name} normalises with only the {values[name]} values of its rank"
-    few = values[name] < _FEW_VALUES
-    yield Diagnosis("numbers", "batchnorm-per-rank" if few else "batchnorm-of-each-rank", text)
-
-
-def _loss_dtypes(record: RunRecord) -> Iterator[Diagnosis]:
-    """Find losses of few bits in runs with mixed precision, whose models return float32."""
-    low = next((backward for backward in record.backwards if backward.dtype in {"float16", "bfloat16"}), None)
-    weights = {digest.dtype for step in record.steps for digest in step.weights.values()}
-    if low is not None and record.precision in _MIXED and weights <= {"float32", "float64"}:
-        text = f"the loss has the dtype {low.dtype}"
-        yield Diagnosis("numbers", "loss-in-low-precision", text, low.where)
-
-
-def _same_data(ranks: Sequence[RunRecord], single: RunRecord, start: int, stop: int) -> bool:
-    for index in range(start, stop):
-        if any(index >= len(record.backwards) for record in (*ranks, single)):
-            return False
-        if any(record.backwards[index].batch < 0 for record in (*ranks, single)):
-            return True
-        batches = [record.batches[record.backwards[index].batch] for record in ranks]
-        expected = single.batches[single.backwards[index].batch]
-        are_known = expected.indices and all(batch.indices for batch in batches)
-        samples_of = attrgetter("indices" if are_known else "rows")
-        union = [sample for batch in batches for sample in samples_of(batch)]
-        if sorted(union) != sorted(samples_of(expected)):
-            return False
-    return True
-
-
 def _loss(ranks: Sequence[RunRecord], index: int) -> float:
     """Return the loss of one backward pass over all ranks."""
-    passes: list[Backward] = [record.backwards[index] for record in ranks]
-    if passes[0].items is not None:
-        items = math.fsum(backward.items or 0.0 for backward in passes)
-        return math.fsum(backward.loss for backward in passes) / (items or 1.0)
-    return math.fsum(backward.loss for backward in passes) / len(passes)
+    passes = [record.backwards[index] for record in ranks]
+    items = len(passes) if passes[0].items is None else math.fsum(one.items or 0.0 for one in passes)
+    return math.fsum(one.loss for one in passes) / (items or 1.0)
 
 
 def tolerance_of(*records: RunRecord) -> float:
     """Return the relative difference that is rounding in the least precise dtype of these records."""
-    dtypes = {
-        digest.dtype
-        for record in records
-        for step in record.steps[:1]
-        for digest in step.gradients.values()
-        if digest is not None
-    }
+    steps = [record.steps[0] for record in records if record.steps]
+    dtypes = {digest.dtype for step in steps for digest in step.gradients.values() if digest is not None}
     dtypes |= {_MIXED[record.precision] for record in records if record.precision in _MIXED}
-    return max(
-        (TOLERANCES.get(dtype, TOLERANCES["float32"]) for dtype in dtypes), default=TOLERANCES["float32"]
-    )
+    known = (TOLERANCES.get(dtype, TOLERANCES["float32"]) for dtype in dtypes)
+    return max(known, default=TOLERANCES["float32"])
 
 
 def rounding(tolerance: float, number: int) -> float:
@@ -596,12 +514,7 @@ def distance(first: Digest, second: Digest) -> float:
 
 
 def relative(first: float, second: float) -> float:
-    """Return the relative difference of two numbers.
-
-    Example:
-        >>> relative(1.0, 1.0), relative(1.0, 2.0)
-        (0.0, 0.5)
-    """
+    """Return the relative difference of two numbers."""
     largest = max(abs(first), abs(second))
     return abs(first - second) / largest if largest else 0.0
 
@@ -614,57 +527,37 @@ def _total(gradients: Mapping[str, Digest | None]) -> float:
 
 
 def clocks(records: Records) -> Iterator[Diagnosis]:
-    """Compare learning rates by samples seen, and the steps of optimizers and schedules."""
-    ranks, single, plain = records[RANKS], first_of(records, ONE), first_of(records, PLAIN)
-    unprepared = next((step for step in ranks[0].steps if not step.is_prepared), None)
+    """Compare learning rates by samples seen, and find optimizers and clipping outside of the library's."""
+    ranks, plain = by_shard(records[RANKS]), first_of(records, PLAIN)
+    first = ranks[0]
+    unprepared = next((step for step in first.steps if not step.is_prepared), None)
     if unprepared is not None:
         text = f"{unprepared.name} steps after {unprepared.backwards} backward passes, and was not prepared"
-        yield Diagnosis("clocks", "optimizer-not-prepared", text)
-    counts = [len(record.steps) for record in ranks]
-    if len(set(counts)) > 1 and not any(record.stopped for record in ranks):
-        text = f"ranks made {', '.join(map(str, counts))} optimizer steps"
-        yield Diagnosis("clocks", "steps-differ", text)
-    elif (
-        single is not None
-        and not (single.stopped or ranks[0].stopped)
-        and counts[0] != len(single.steps)
-        and all(map(_have_equal_lengths, ranks[0].passes, single.passes))
-    ):
-        text = f"each rank made {counts[0]} optimizer steps, one process {len(single.steps)}"
-        yield Diagnosis("clocks", "steps-differ", text)
-    if plain is not None and not plain.stopped:
-        yield from _rates(by_shard(ranks), plain)
-    for name, where in ranks[0].events:
-        yield Diagnosis("clocks", name, "torch.nn.utils.clip_grad_norm_ was called", where)
-
-
-def _have_equal_lengths(first: LoaderPass, second: LoaderPass) -> bool:
-    """Return whether two passes have equally many batches; a script may choose the size of batches."""
-    return len(first.plan or ()) == len(second.plan or ())
+        yield Diagnosis("optimizer-not-prepared", text)
+    if plain is not None and not plain.stopped and first.clock != "update":
+        yield from _rates(ranks, plain)
+    for name, where in first.events:
+        yield Diagnosis(name, "torch.nn.utils.clip_grad_norm_ was called", where)
 
 
 def _rates(ranks: Sequence[RunRecord], plain: RunRecord) -> Iterator[Diagnosis]:
-    """Compare learning rates after equally many samples."""
-    schedules = {schedule.name for step in ranks[0].steps for schedule in step.schedules}
-    if ranks[0].clock == "update" or "ReduceLROnPlateau" in schedules or not schedules:
+    """Compare learning rates after equally many samples, unless they follow from metrics."""
+    schedules = ranks[0].schedules
+    if not schedules or "ReduceLROnPlateau" in schedules:
         return
     expected = {_samples_before([plain], step): step.rates for step in _steps_of_first_epoch(plain)}
-    for number, step in enumerate(_steps_of_first_epoch(ranks[0])):
+    for number, step in enumerate(_steps_of_first_epoch(ranks[0]), 1):
         samples = _samples_before(ranks, step)
-        rates = expected.get(samples)
-        if rates is None or len(rates) != len(step.rates):
-            continue
-        pair = next((pair for pair in zip(step.rates, rates, strict=True) if relative(*pair) > 1e-6), None)
-        if pair is None:
-            continue
-        is_prepared = any(schedule.is_prepared for schedule in step.schedules)
-        text = (
-            f"in step {number + 1}, after {samples} samples, the learning rate is {pair[0]:.4g}, on one"
-            f" process {pair[1]:.4g}"
-        )
-        name = "schedule-per-process" if is_prepared else "scheduler-not-prepared"
-        yield Diagnosis("clocks", name, text)
-        return
+        pairs = zip(step.rates, expected.get(samples, ()), strict=False)
+        pair = next((pair for pair in pairs if relative(*pair) > 1e-6), None)
+        if pair is not None:
+            is_prepared = any(schedules.values())
+            text = (
+                f"in step {number}, after {samples} samples, the learning rate is {pair[0]:.4g}, on one"
+                f" process {pair[1]:.4g}"
+            )
+            yield Diagnosis("schedule-per-process" if is_prepared else "scheduler-not-prepared", text)
+            return
 
 
 def _steps_of_first_epoch(record: RunRecord) -> Iterator[Step]:
@@ -678,51 +571,52 @@ def _steps_of_first_epoch(record: RunRecord) -> Iterator[Step]:
 def _samples_before(ranks: Sequence[RunRecord], step: Step) -> int:
     """Return how many samples all ranks had seen in the steps before."""
     before = [earlier.backwards for earlier in ranks[0].steps if earlier.backwards < step.backwards]
-    stop = max(before, default=0)
-    return sum(
-        record.batches[backward.batch].real
+    return len(_samples_of(ranks, 0, max(before, default=0)))
+
+
+def _samples_of(ranks: Sequence[RunRecord], start: int, stop: int) -> list[Any]:
+    """Return the samples of some backward passes, by index or by content."""
+    return [
+        sample
         for record in ranks
-        for backward in record.backwards[:stop]
+        for backward in record.backwards[start:stop]
         if backward.batch >= 0
-    )
+        for sample in record.batches[backward.batch].samples
+    ]
 
 
 # 5. Waiting.
-
-_SLOW = 2.0
-"""How many times longer than the fastest rank a straggler takes, if that is at least `_SLOW_SECONDS`."""
-
-_SLOW_SECONDS = 0.05
 
 
 def waiting(records: Records) -> Iterator[Diagnosis]:
     """Find ranks that wait for another rank or for the device, and gradients that are averaged too often."""
     ranks = records[RANKS]
-    backwards = ranks[0].backwards
-    if not ranks[0].steps or not backwards:
+    first, backwards = ranks[0], ranks[0].backwards
+    if not first.steps or not backwards:
         return
     # 1. A rank that takes longer before its backward passes.
     seconds = [sorted(backward.seconds for backward in record.backwards[1:]) for record in ranks]
     medians = [of_rank[len(of_rank) // 2] for of_rank in seconds if of_rank]
     if len(medians) == len(ranks) > 1:
-        slowest = medians.index(max(medians))
-        if medians[slowest] > max(_SLOW * min(medians), min(medians) + _SLOW_SECONDS):
+        slowest, fastest = max(medians), min(medians)
+        if slowest > max(_SLOW * fastest, fastest + _SLOW_SECONDS):
             text = (
-                f"rank {slowest} takes {medians[slowest]:.2f} s for data and forward pass, the fastest rank"
-                f" {min(medians):.2f} s"
+                f"rank {medians.index(slowest)} takes {slowest:.2f} s for data and forward pass, the fastest"
+                f" rank {fastest:.2f} s"
             )
-            yield Diagnosis("waiting", "rank-slower", text)
+            yield Diagnosis("rank-slower", text)
     # 2. Gradients that are averaged more than once for a step.
-    steps = len({step.backwards for step in ranks[0].steps})
-    reduced = sum(backward.reduces for backward in backwards[: ranks[0].steps[-1].backwards])
+    steps = len({step.backwards for step in first.steps})
+    reduced = sum(backward.reduces for backward in backwards[: first.steps[-1].backwards])
     if reduced > steps:
-        text = f"{reduced} all-reduces of {ranks[0].nbytes} bytes in {steps} steps"
-        yield Diagnosis("waiting", "reduced-too-often", text)
+        yield Diagnosis(
+            "reduced-too-often", f"{reduced} all-reduces of {first.nbytes} bytes in {steps} steps"
+        )
     # 3. Values that the host waits for in every micro-batch.
-    for where, count in ranks[0].waits.items():
+    for where, count in first.waits.items():
         if count >= len(backwards):
             text = f"item() waits for the device {count} times in {len(backwards)} micro-batches"
-            yield Diagnosis("waiting", "host-waits", text, where)
+            yield Diagnosis("host-waits", text, where)
 
 
 # 6. Resume.
@@ -731,47 +625,33 @@ def waiting(records: Records) -> Iterator[Diagnosis]:
 def resume(records: Records) -> Iterator[Diagnosis]:
     """Compare resumed runs with the undisturbed one, from the step after the checkpoint on."""
     ranks = records[RANKS]
-    if RESUMED not in records or not ranks[0].steps:
-        return
-    start = ranks[0].steps[0].backwards
-    later = [step for step in ranks[0].steps if step.backwards > start]
     for run in (RESUMED, RESCALED):
-        if run not in records or any(record.stopped for record in records[run]):
-            continue
-        resumed = records[run]
-        undisturbed, again = by_shard(ranks), by_shard(resumed) if run == RESUMED else resumed
-        title = _TITLES[run]
-        for number, step in enumerate(resumed[0].steps[: len(later)]):
-            expected = later[number]
-            wanted = _samples_of(undisturbed, start, expected.backwards)
-            samples = _samples_of(again, 0, step.backwards)
-            if sorted(map(str, wanted)) != sorted(map(str, samples)):
-                text = f"{title}, step {number + 2} has different samples than in the uninterrupted run"
-                yield Diagnosis("resume", "resume-other-samples", text)
-                break
-            if any(relative(*pair) > 1e-6 for pair in zip(step.rates, expected.rates, strict=False)):
-                rates = f"{step.rates[0]:.4g}, uninterrupted {expected.rates[0]:.4g}"
-                text = f"{title}, the learning rate of step {number + 2} is {rates}"
-                yield Diagnosis("resume", "resume-other-rate", text)
-                break
-            if random_samples(records) or number + 1 >= comparable_steps(ranks[0], ranks[0]):
-                continue
-            tolerance = rounding(tolerance_of(ranks[0]), number + 1)
-            name = first_difference(step, expected, ranks[0].modules, tolerance, floor=FLOOR)
+        again = records.get(run, ())
+        if again and ranks[0].steps and not any(record.stopped for record in again):
+            difference = _compare_resumed(records, by_shard(again) if run == RESUMED else again)
+            if difference is not None:
+                yield Diagnosis(difference[0], f"{_TITLES[run]}, {difference[1]}")
+
+
+def _compare_resumed(records: Records, again: Sequence[RunRecord]) -> tuple[str, str] | None:
+    """Name and describe the first difference of a resumed run."""
+    ranks = by_shard(records[RANKS])
+    first, start = ranks[0], ranks[0].steps[0].backwards
+    later = (step for step in first.steps if step.backwards > start)
+    for number, (step, expected) in enumerate(zip(again[0].steps, later, strict=False), 2):
+        wanted, samples = _samples_of(ranks, start, expected.backwards), _samples_of(again, 0, step.backwards)
+        if sorted(map(str, wanted)) != sorted(map(str, samples)):
+            text = f"step {number} has different samples than in the uninterrupted run"
+            return "resume-other-samples", text
+        if any(relative(*pair) > 1e-6 for pair in zip(step.rates, expected.rates, strict=False)):
+            rates = f"{step.rates[0]:.4g}, uninterrupted {expected.rates[0]:.4g}"
+            return "resume-other-rate", f"the learning rate of step {number} is {rates}"
+        if not random_samples(records) and number <= comparable_steps(first, first):
+            tolerance = rounding(tolerance_of(first), number - 1)
+            name = first_difference(step, expected, first.modules, tolerance, floor=FLOOR)
             if name is not None:
-                text = f"{title}, the gradient of {name} differs in step {number + 2}"
-                yield Diagnosis("resume", "resume-other-numbers", text)
-                break
-
-
-def _samples_of(ranks: Sequence[RunRecord], start: int, stop: int) -> list[Any]:
-    return [
-        sample
-        for record in ranks
-        for backward in record.backwards[start:stop]
-        if backward.batch >= 0
-        for sample in record.batches[backward.batch].samples
-    ]
+                return "resume-other-numbers", f"the gradient of {name} differs in step {number}"
+    return None
 
 
 CHECKS: Mapping[str, Callable[[Records], Iterator[Diagnosis]]] = {

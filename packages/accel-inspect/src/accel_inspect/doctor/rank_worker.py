@@ -31,40 +31,24 @@ _SEED = 0
 
 def main(task: RankTask) -> RunRecord:
     """Run the script in one process, and return its record."""
-    recorder = TrainingRecorder(task=task)
-    install(recorder)
+    observing.observer = recorder = TrainingRecorder(task)
+    if task.run in {ONE, PLAIN, RESCALED}:  # whatever the script and the settings ask for
+        replace_names(
+            "accel_train.accelerator.build", choose=lambda *_: "single", select_strategy=lambda *_: None
+        )
+        replace_names("accel_train.accelerator", find_plugins=lambda *_: {})
+    _record_loaders(recorder)
+    _record_accelerators(recorder)
+    _record_torch(recorder)
+    _switch_dropout_off()
+    _record_batch_norms(recorder)
+    torch.compiler.set_stance("force_eager")  # compiled code would call the recorder's hooks
     _redirect_weights(keep_outputs(task))
-    seed()
-    return recorder.finish(run_script(task))
-
-
-def seed() -> None:
-    """Seed all generators."""
     random.seed(_SEED)
     torch.manual_seed(_SEED)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(_SEED)
-
-
-def install(recorder: TrainingRecorder) -> None:
-    """Put the recorder into the functions that a script calls."""
-    observing.observer = recorder
-    if recorder.task.run in {ONE, PLAIN, RESCALED}:
-        _train_alone()
-    _record_loaders(recorder)
-    _record_steps(recorder)
-    _keep_runs_apart(recorder)
-    _switch_dropout_off()
-    _record_batch_norms(recorder)
-    torch.compiler.set_stance("force_eager")  # compiled code would call the recorder's hooks
-
-
-def _train_alone() -> None:
-    """Train in this process alone, whatever the script and the settings ask for."""
-    replace_names(
-        "accel_train.accelerator.build", choose=lambda *_: "single", select_strategy=lambda *_: None
-    )
-    replace_names("accel_train.accelerator", find_plugins=lambda *_: {})
+    return recorder.finish(run_script(task))
 
 
 def _record_loaders(recorder: TrainingRecorder) -> None:
@@ -81,12 +65,9 @@ def _record_loaders(recorder: TrainingRecorder) -> None:
 
     replace_names("torch.utils.data.DataLoader", __iter__=iter_recorded)
     replace_names("accel_train.data.shards.BatchSamplerShard", iterate_from=iterate_recorded)
-    if recorder.joins:
-        _read_all_shards()
-
-
-def _read_all_shards() -> None:
-    """Let a process that stands for all ranks read streams in batches of all ranks, without a dispatcher."""
+    if not recorder.joins:
+        return
+    # A process that stands for all ranks reads streams in batches of all ranks, without a dispatcher.
     preparing: Any = import_module("accel_train.data.prepare")
     prepare, plan_of = preparing.prepare_data_loader, IterableDatasetShard.plan
 
@@ -101,9 +82,9 @@ def _read_all_shards() -> None:
     replace_names("accel_train.data.shards.IterableDatasetShard", plan=property(plan_of_all))
 
 
-def _record_steps(recorder: TrainingRecorder) -> None:
-    """Record backward passes, steps of all optimizers, clipping, and what is gathered."""
-    backward, clip, item = Accelerator.backward, torch.nn.utils.clip_grad_norm_, Tensor.item
+def _record_accelerators(recorder: TrainingRecorder) -> None:
+    """Record backward passes, what is gathered, and what is saved, by the public methods of `Accelerator`."""
+    backward, enter = Accelerator.backward, LocalSGD.__enter__
 
     @functools.wraps(backward)
     def backward_recorded(self: Any, loss: Any, **kwargs: Any) -> None:
@@ -120,63 +101,45 @@ def _record_steps(recorder: TrainingRecorder) -> None:
 
         return call
 
+    def enter_recorded(self: LocalSGD) -> LocalSGD:
+        recorder.record.differs_by = "LocalSGD averages models instead of gradients"
+        return enter(self)
+
+    def save_state(self: Any, *args: Any, **options: Any) -> str:
+        return recorder.save_state(self, *args, **options)
+
+    def load_state(self: Any, *args: Any, **options: Any) -> None:
+        recorder.load_state(self, *args, **options)
+
     replace_names(
         "accel_train.Accelerator",
         backward=backward_recorded,
         gather=recorded("gather", Accelerator.gather),
         gather_for_metrics=recorded("gather_for_metrics", Accelerator.gather_for_metrics),
+        save_state=save_state,
+        load_state=load_state,
+        has_checkpoint=property(lambda _: recorder.resumes),
     )
-    register_optimizer_step_pre_hook(recorder.before_step)
-    register_optimizer_step_post_hook(recorder.after_step)
+    LocalSGD.__enter__ = enter_recorded
+
+
+def _record_torch(recorder: TrainingRecorder) -> None:
+    """Record steps of all optimizers, clipping, and values that the host waits for."""
+    clip, item = torch.nn.utils.clip_grad_norm_, Tensor.item
 
     @functools.wraps(clip)
     def clip_recorded(*args: Any, **kwargs: Any) -> Any:
         recorder.record_clipping()
         return clip(*args, **kwargs)
 
-    replace_names("torch.nn.utils", clip_grad_norm_=clip_recorded)
-
     def item_recorded(self: Tensor) -> Any:
-        recorder.record_wait(sys._getframe(1).f_code)
+        recorder.record_wait(sys._getframe(1).f_code.co_filename)
         return item(self)
 
+    register_optimizer_step_pre_hook(recorder.before_step)
+    register_optimizer_step_post_hook(recorder.after_step)
+    replace_names("torch.nn.utils", clip_grad_norm_=clip_recorded)
     replace_names("torch.Tensor", item=item_recorded)
-    enter = LocalSGD.__enter__
-
-    def enter_recorded(self: LocalSGD) -> LocalSGD:
-        recorder.record.differs_by = "LocalSGD averages models instead of gradients"
-        return enter(self)
-
-    replace_names("accel_train.step.LocalSGD", __enter__=enter_recorded)
-
-
-def _keep_runs_apart(recorder: TrainingRecorder) -> None:
-    """Write no checkpoints of the script, from which the next run would resume.
-
-    In a resumed run the checkpoint of the first run takes the place of the script's own.
-    """
-    load_state = Accelerator.load_state
-
-    def save_state(self: Any, output_dir: Any = None, **options: Any) -> str:
-        del options
-        recorder.record_save()
-        self.wait_for_everyone()
-        return str(output_dir or self.project_dir)
-
-    @functools.wraps(load_state)
-    def load_recorded(self: Any, *args: Any, **kwargs: Any) -> None:
-        if recorder.resumes:
-            recorder.resume_by_script()
-        elif not recorder.has_saved:  # what the script saved in this run is not there
-            with recorder.paused():
-                load_state(self, *args, **kwargs)
-
-    replace_names(
-        "accel_train.Accelerator",
-        save_state=save_state,
-        load_state=load_recorded,
-        has_checkpoint=property(lambda _: recorder.resumes),
-    )
 
 
 def _redirect_weights(files: RedirectedFiles) -> None:
@@ -189,12 +152,9 @@ def _redirect_weights(files: RedirectedFiles) -> None:
             redirect(sys.modules[name], "safe_open", files.read)
 
 
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-
-
 def _switch_dropout_off() -> None:
     """Switch dropout off: the masks of a rank are not those of its part of a global batch."""
-    for name in _DROPOUTS:
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
         replace_names("torch.nn.functional", **{name: lambda input, *_, **__: input})  # noqa: A006 - torch's name
     attention = functional.scaled_dot_product_attention
 
@@ -218,19 +178,18 @@ def _record_batch_norms(recorder: TrainingRecorder) -> None:
 
     @functools.wraps(forward)
     def forward_recorded(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        if not self.training:
+        shards = recorder.record.shards if recorder.joins and self.training else 1
+        if shards == 1 or len(input) % shards:
+            if self.training:
+                recorder.record_norm(self, input)
             return forward(self, input)
-        if not recorder.joins or len(input) % recorder.record.shards:
-            recorder.record_norm(self, input)
-            return forward(self, input)
-        first, *following = input.chunk(recorder.record.shards)
+        first, *following = input.chunk(shards)
         normalised = [forward(self, first)]
-        before = self.running_mean, self.running_var, self.num_batches_tracked
-        first_averages = [None if average is None else average.clone() for average in before]
+        running = [self.running_mean, self.running_var, self.num_batches_tracked]
+        averages = [(average, average.clone()) for average in running if average is not None]
         normalised += [forward(self, part) for part in following]
-        for running, value in zip(before, first_averages, strict=True):  # ranks keep the averages of rank 0
-            if running is not None:
-                running.data.copy_(value)  # as BatchNorm's own change, it is none for autograd
+        for average, of_first in averages:  # ranks keep the averages of rank 0
+            average.data.copy_(of_first)  # as BatchNorm's own change, it is none for autograd
         return torch.cat(normalised)
 
     for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):

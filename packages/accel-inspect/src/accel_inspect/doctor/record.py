@@ -14,13 +14,7 @@ ranks from a checkpoint of the first run; from that checkpoint on one process, w
 
 @frozen
 class Digest:
-    """A tensor in brief.
-
-    Args:
-        norm: Its Euclidean norm.
-        values: Its sum, and at most 256 of its elements, evenly spaced.
-        dtype: Its dtype, as `"float32"`.
-    """
+    """A tensor in brief: its norm; its sum and at most 256 of its elements, evenly spaced; its dtype."""
 
     norm: float
     values: tuple[float, ...]
@@ -61,8 +55,6 @@ class Backward:
 
     Args:
         batch: The number of the batch in `RunRecord.batches` that was read last; -1 before any.
-        loss: Its loss.
-        dtype: The dtype of the loss.
         items: The `num_items` that were given.
         reduces: Whether DistributedDataParallel averages gradients over the ranks in it.
         seconds: What the rank took before it, since the pass or step before: no collective of DDP is in it.
@@ -78,20 +70,7 @@ class Backward:
     where: str
 
 
-@frozen
-class Schedule:
-    """A learning rate schedule at an optimizer step.
-
-    Args:
-        name: Its class.
-        is_prepared: Whether it was prepared.
-    """
-
-    name: str
-    is_prepared: bool
-
-
-@frozen
+@dataclass(slots=True, kw_only=True)
 class Step:
     """A step of a torch optimizer.
 
@@ -104,7 +83,6 @@ class Step:
         gradients: Digests by name of the parameter; None for a parameter without a gradient.
         before: Digests of the parameters before the step.
         weights: Digests of the parameters after the step.
-        schedules: The schedules of the run.
     """
 
     optimizer: int
@@ -114,11 +92,10 @@ class Step:
     rates: tuple[float, ...]
     gradients: Mapping[str, Digest | None]
     before: Mapping[str, Digest]
-    weights: Mapping[str, Digest]
-    schedules: tuple[Schedule, ...]
+    weights: Mapping[str, Digest] = field(default_factory=dict[str, Digest])
 
 
-@frozen
+@dataclass(slots=True, kw_only=True)
 class LoaderPass:
     """A pass over a loader.
 
@@ -138,27 +115,18 @@ class LoaderPass:
     where: str
     is_prepared: bool
     shuffles: bool
-    plan: tuple[tuple[int, ...], ...] | None
+    plan: tuple[tuple[int, ...], ...] | None = None
     states: tuple[str, ...] = ()
 
 
 @frozen
 class Gathered:
-    """A call of `gather` or `gather_for_metrics`.
-
-    Args:
-        function: The name of the method.
-        where: File and line.
-        rows: Number of rows that it returned.
-        padding: Number of rows that repeat samples, if it returned them.
-        batch: The number of the batch that was read last.
-    """
+    """A call of `gather` or `gather_for_metrics`: how many rows it returned, and how many pad the batch."""
 
     function: str
     where: str
     rows: int
     padding: int
-    batch: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -167,11 +135,10 @@ class RunRecord:
 
     Args:
         shards: Number of ranks with batches of their own; `shard` is the number of this one's.
-        strategy: The strategy.
-        precision: The mixed precision.
         clock: The unit of schedules that the script has chosen, if it has.
         modules: The modules with parameters in the order in which they were executed, by name.
         tied: Names of parameters that are one.
+        schedules: Whether schedules were prepared, by the name of their class.
         norms: By name of a BatchNorm, the smallest number of values that it has normalised with.
         events: Names of diagnoses that the recorder itself has found, with file and line.
         waits: By file and line, how often the script's `item()` let the host wait for the device in training.
@@ -198,6 +165,7 @@ class RunRecord:
     gathered: list[Gathered] = field(default_factory=list[Gathered])
     modules: dict[str, None] = field(default_factory=dict[str, None])
     tied: tuple[tuple[str, ...], ...] = ()
+    schedules: dict[str, bool] = field(default_factory=dict[str, bool])
     norms: dict[str, int] = field(default_factory=dict[str, int])
     events: dict[tuple[str, str], None] = field(default_factory=dict[tuple[str, str], None])
     waits: dict[str, int] = field(default_factory=dict[str, int])
@@ -224,9 +192,3 @@ def by_shard(ranks: Sequence[RunRecord]) -> list[RunRecord]:
 def first_of(records: Records, run: str) -> RunRecord | None:
     """Return the record of the first process of a run, if there is one."""
     return next(iter(records.get(run, ())), None)
-
-
-def same_pass(record: RunRecord, other: LoaderPass) -> LoaderPass | None:
-    """Return the pass with the same number over the same loader in another record, if there is one."""
-    key = (other.loader, other.epoch)
-    return next((own for own in record.passes if (own.loader, own.epoch) == key), None)
