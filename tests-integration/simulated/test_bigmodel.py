@@ -110,6 +110,35 @@ def test_a_weight_is_not_copied_whose_tied_one_is_on_the_device() -> None:
     assert npu.max_memory_allocated(0) - before < 4096 * 16 * 4
 
 
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@distributed(world_size=1, device="npu")
+def test_tied_weights_that_are_offloaded_are_copied_once_in_a_forward(offload: str, tmp_path: Path) -> None:
+    npu: Any = torch.npu  # pyright: ignore[reportAttributeAccessIssue] - the simulated device
+    model, tokens = Tied(), torch.arange(4)
+    model.middle = nn.Sequential(model.middle)
+    expected = model(tokens)
+    model = cpu_offload(model, "npu:0") if offload == "cpu" else disk_offload(model, tmp_path, "npu:0")
+    before = npu.memory_allocated(0)
+    for _ in range(2):
+        with torch.no_grad(), npu.counting() as counted:
+            torch.testing.assert_close(model(tokens).cpu(), expected)
+        # The tokens, the embedding, the middle: from the disk in two copies.
+        assert counted.copies["host_to_device"] == (3 if offload == "cpu" else 4)
+        assert npu.memory_allocated(0) == before
+
+
+@distributed(world_size=1, device="npu")
+def test_a_tied_weight_is_copied_again_where_memory_is_short() -> None:
+    npu: Any = torch.npu  # pyright: ignore[reportAttributeAccessIssue] - the simulated device
+    model, tokens = Tied(), torch.arange(4)
+    model.middle = nn.Sequential(nn.Linear(16, 4096), nn.Linear(4096, 16))  # as large as the embedding
+    expected = model(tokens)
+    model = cpu_offload(model, "npu:0")
+    with torch.no_grad(), npu.capacity(4096 * 16 * 4 * 3 // 2), npu.counting() as counted:
+        torch.testing.assert_close(model(tokens).cpu(), expected)
+    assert counted.copies["host_to_device"] == 5  # tokens, the embedding twice, and two layers
+
+
 class Twice(nn.Module):
     """One parameter under two names."""
 

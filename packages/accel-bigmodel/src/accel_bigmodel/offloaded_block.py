@@ -50,6 +50,7 @@ class _Unit:
         transfer: The pending or finished copy, with its event on a device with streams.
         values: The tensors on the device, while it is acquired.
         memory: The buffer on the device.
+        is_shared: Whether it is a tensor of several blocks, which stays on the device until a forward ends.
     """
 
     tensors: list[tuple[list[str], StoredTensor, int]] = field(
@@ -61,6 +62,7 @@ class _Unit:
     transfer: Future[tuple[list[Any], torch.Event | None]] | None = None
     values: dict[str, Tensor] | None = None
     memory: Tensor | None = None
+    is_shared: bool = False
 
     def add(self, names: list[str], stored: StoredTensor) -> None:
         """Append a tensor to the buffer."""
@@ -80,8 +82,8 @@ class _Unit:
 class StreamedBlocks:
     """Streams blocks of offloaded weights to a device; the next block is copied while one is in use.
 
-    Weights that several blocks share are copied once while any of these blocks is acquired or prefetched. On
-    the CPU, and on a device without streams, a weight that is not cast is a view of the mapped file, which a
+    Weights that several blocks share are copied once in a forward of the model, if memory suffices. On the
+    CPU, and on a device without streams, a weight that is not cast is a view of the mapped file, which a
     prefetch of a large block reads; one that is cast is read and cast, of a large block by the prefetch.
     """
 
@@ -119,6 +121,7 @@ class StreamedBlocks:
         self.holds: dict[str, dict[int, int]] = {block: {} for block in self._blocks}
         self._thread = threading.local()
         self._prefetched: list[_Unit] = []
+        self._kept: list[_Unit] = []
         self._worker = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="accel-prefetch",
@@ -147,6 +150,8 @@ class StreamedBlocks:
                     unit.users -= 1
                     self._drop(unit)
                 raise
+            if vars(self._thread).get("is_in_pass"):
+                self._kept += [unit for unit in units if unit.is_shared and unit not in self._kept]
             return values
 
     def release(self, block: str) -> None:
@@ -178,13 +183,14 @@ class StreamedBlocks:
     def begin_pass(self) -> None:
         """Prefetch the first block: this thread's forward of the model begins."""
         self.check_process()
-        self._thread.used = []
+        self._thread.used, self._thread.is_in_pass = [], True
         self.prefetch(self._following.get(None))
 
     def end_pass(self) -> None:
         """Keep no block on the device: nothing says that this thread's next forward comes soon."""
-        self._thread.used = []
+        self._thread.used, self._thread.is_in_pass = [], False
         with self.lock:
+            self._drop_kept()
             is_copied = bool(self._prefetched)
             self.prefetch(None)
         if is_copied:  # after an error: wait until the copy has ended, and its memory is free
@@ -259,6 +265,7 @@ class StreamedBlocks:
             copied, ready = self._start(unit).result()
         except torch.OutOfMemoryError:
             # It was prefetched while a block was acquired that is released now: copy it after that block.
+            self._drop_kept()
             unit.transfer = None
             copied, ready = self._start(unit).result()
         if ready is not None:
@@ -269,8 +276,13 @@ class StreamedBlocks:
         return unit.values
 
     def _drop(self, unit: _Unit) -> None:
-        if not unit.users and unit not in self._prefetched:
+        if not unit.users and unit not in self._prefetched and unit not in self._kept:
             unit.transfer = unit.values = unit.memory = None
+
+    def _drop_kept(self) -> None:
+        kept, self._kept = self._kept, []
+        for unit in kept:
+            self._drop(unit)
 
     def _make_units(self) -> dict[str, list[_Unit]]:
         """Put the tensors of each block in a unit, and each tensor of several blocks in one of its own."""
@@ -283,7 +295,7 @@ class StreamedBlocks:
                 users.setdefault(stored.key, {}).setdefault(block, []).append(name)
         units = {block: [_Unit()] for block in self._blocks}
         for key, names in users.items():
-            unit = _Unit() if len(names) > 1 else units[next(iter(names))][0]
+            unit = _Unit(is_shared=True) if len(names) > 1 else units[next(iter(names))][0]
             unit.add([name for group in names.values() for name in group], tensors[key])
             for block in names if len(names) > 1 else ():
                 units[block].append(unit)
