@@ -35,9 +35,8 @@ from accel_state.errors import CheckpointError, SettingsError
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.contents import MODEL_KEY, OPTIMIZER_KEY
 from accel_train.checkpoint.files import make_folder, record_of, write_file
-from accel_train.checkpoint.layout import FileRecord
+from accel_train.checkpoint.layout import MODEL_KEY, OPTIMIZER_KEY, FileRecord
 
 
 @frozen

@@ -32,7 +32,6 @@ from accel_state.collectives import ReduceOp
 from accel_state.libraries import BY_NAME
 from accel_state.torch_private import FakeTensor, ShardingPropagator, compute_local_shape_and_global_offset
 from accel_train import observing
-from accel_train.checkpoint.contents import form_of_run
 
 
 def install(recorder: CollectiveRecorder, task: RankTask) -> None:
@@ -319,7 +318,7 @@ def _patch_storage(recorder: CollectiveRecorder) -> None:
         if run.is_automatic:
             run.project.iteration += 1
         with recorder.silence():
-            form = FORMS[form_of_run(run)]
+            form = FORMS[saving.form_of_run(run)]
             files = [*files_of(run, recorder.full_models, safe=safe)]
         for name, nbytes, full_nbytes in files:
             recorder.record_file(str(folder / name), nbytes, form=form, full_nbytes=full_nbytes)

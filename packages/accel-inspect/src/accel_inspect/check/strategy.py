@@ -43,8 +43,8 @@ from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 from accel_state.torch_private import tree_leaves
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.contents import form_of_run
 from accel_train.checkpoint.context import CheckpointContext
+from accel_train.checkpoint.save import form_of_run
 from accel_train.observing import Observer
 
 if TYPE_CHECKING:

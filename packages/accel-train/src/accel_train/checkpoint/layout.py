@@ -32,6 +32,9 @@ COMMIT_NAME = ".accel-commit"
 disk, a number follows."""
 UPLOAD_NAME = ".accel-upload"
 """In a folder of an object store: says that the checkpoint is not complete yet."""
+MODEL_KEY = "model"
+OPTIMIZER_KEY = "optimizer"
+"""The only keys of the states in folders of shards."""
 ENGINE_ROOT_FILES = frozenset({"latest", "zero_to_fp32.py", "zero_to_torch.py"})
 """The files that DeepSpeed writes next to the folders of its engines."""
 

@@ -5,16 +5,19 @@ Nothing changes in the run before all ranks have verified and read the same chec
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import random
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -26,28 +29,42 @@ from accel_ops.weights.mapped import releasable
 from accel_ops.weights.read import is_mappable
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_ops.weights.tensors import tensor_memory
-from accel_plugins.sharding.state import INDEX_NAME, strip_wrapper_prefixes
+from accel_plugins import sharding
+from accel_plugins.registry import find_foreign
+from accel_plugins.sharding.state import (
+    INDEX_NAME,
+    StateForm,
+    parameter_names,
+    state_by_index,
+    strip_wrapper_prefixes,
+)
 from accel_plugins.strategy import Generators
 from accel_state.errors import CheckpointError, DistributedOperationException, SettingsError
 from accel_state.files import any_path
 from accel_state.frozen import frozen
-from accel_state.remote import AnyPath
+from accel_state.remote import AnyPath, RemotePath
+from accel_state.rng import synchronize_tensor_parallel_rng
 from accel_state.torch_private import is_traceable_wrapper_subclass
 from accel_train.checkpoint import folder as folders
 from accel_train.checkpoint import layout, stores
 from accel_train.checkpoint.agreement import first_problem
-from accel_train.checkpoint.contents import (
-    ENGINE_KEY,
-    model_loader,
-    optimizer_loader,
-    seed_per_rank,
-    write_rng,
-)
 from accel_train.checkpoint.context import CheckpointContext
-from accel_train.checkpoint.folder import is_unchanged
-from accel_train.checkpoint.layout import Manifest
+from accel_train.checkpoint.layout import MODEL_KEY, Manifest
+from accel_train.checkpoint.save import (
+    ENGINE_KEY,
+    NUMPY_KEY,
+    PYTHON_KEY,
+    TORCH_KEY,
+    accelerator_in_use,
+    device_key,
+    form_of_run,
+)
 from accel_train.checkpoint.staging import location_of, read_object
-from accel_train.checkpoint.stores import on_disk
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_plugins.sharding.folder import TensorMetadata
 
 logger = logging.getLogger(__name__)
 WHAT = "load_state()"
@@ -64,66 +81,65 @@ def load(
 ) -> AnyPath:
     """Load the state of a run, as `Accelerator.load_state`; return the folder of the checkpoint."""
     run.finish()
-    # 1. Find the newest complete checkpoint, and read it.
-    to_model = dict(model_options)
-    location = location_of(to_model.pop("map_location", None), run.runtime.device)
-    source = _newest_complete(run, _candidates(run, input_dir), location, options, verifies=verify)
-    with run.raising_everywhere(WHAT), _of_one_state(source):
-        _read(run, source)
-    # 2. Restore the objects of this rank.
-    with run.raising_everywhere(WHAT), _of_one_state(source), releasable(source.mapped):
-        _restore(run, source, to_model)
-    logger.info("Loaded the state from %s.", source.folder)
-    return source.folder
-
-
-def has_checkpoint(run: CheckpointContext) -> bool:
-    """Return whether there is a complete numbered checkpoint; call it on every rank."""
-    run.finish()
-    if not run.is_automatic:
-        return False
-    return bool(_find(run, None, "has_checkpoint"))
-
-
-def _candidates(run: CheckpointContext, input_dir: str | os.PathLike[str] | None) -> list[AnyPath]:
-    """Return the requested folder, or the numbered checkpoints that look complete, newest first."""
     if input_dir is None and not run.is_automatic:
         raise SettingsError(
             "load_state() needs an input_dir, unless the Accelerator has a "
             "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
         )
     requested = None if input_dir is None else any_path(input_dir, "load_state(input_dir)")
-    complete = _find(run, None if input_dir is None else str(input_dir), WHAT)
-    if requested is not None:
-        return [requested]
-    if not complete:
+    # 1. Find the newest complete checkpoint, and read it.
+    to_model = dict(model_options)
+    location = location_of(to_model.pop("map_location", None), run.runtime.device)
+    candidates = _find(run, requested, WHAT)
+    if not candidates:
         raise CheckpointError(
             f"There is no complete checkpoint in {str(run.numbered)!r}. Check "
             "accelerator.has_checkpoint before load_state()."
         )
-    return [run.numbered / layout.numbered_name(iteration) for iteration in reversed(complete)]
+    folder, manifest = _newest_complete(run, candidates, verifies=verify)
+    source = CheckpointReader(
+        folder=folder,
+        manifest=manifest,
+        rank=run.rank,
+        world_size=run.runtime.topology.world_size,
+        device=run.runtime.device,
+        map_location=location,
+        options=options,
+    )
+    with run.raising_everywhere(WHAT), _of_one_state(source):
+        _read(run, source)
+    # 2. Restore the objects of this rank.
+    with run.raising_everywhere(WHAT), _of_one_state(source), releasable(source.mapped):
+        _restore(run, source, to_model)
+    logger.info("Loaded the state from %s.", folder)
+    return folder
 
 
-def _find(run: CheckpointContext, asked: str | None, operation: str) -> list[int]:
-    """Find what can be loaded, and the number of the next checkpoint, which is set where something is loaded.
+def has_checkpoint(run: CheckpointContext) -> bool:
+    """Return whether there is a complete numbered checkpoint; call it on every rank."""
+    run.finish()
+    return run.is_automatic and bool(_find(run, None, "has_checkpoint"))
 
-    Returns:
-        The numbered checkpoints that are complete on every node, oldest first, if none is `asked` for.
+
+def _find(run: CheckpointContext, requested: AnyPath | None, operation: str) -> list[AnyPath]:
+    """Return the requested folder, or the numbered checkpoints that are complete on all nodes, newest first.
+
+    Where something is loaded, this sets the number of the next checkpoint.
     """
     # 1. Look on the ranks that commit.
     complete: list[int] | None = None
     following, problem = 0, ""
     try:
         if run.commits and run.is_automatic:
-            complete = folders.list_complete(run.numbered) if asked is None else None
+            complete = folders.list_complete(run.numbered) if requested is None else None
             following = max(folders.numbers(run.numbered), default=-1) + 1
-        if run.commits and asked is not None:
-            requested = any_path(asked, "load_state(input_dir)")
-            problem = "" if requested.is_dir() else f"there is no folder {asked!r}"
+        if run.commits and requested is not None:
+            problem = "" if requested.is_dir() else f"there is no folder {str(requested)!r}"
             folders.recover(requested)
     except (OSError, CheckpointError) as error:
         problem = f"{error}"
     # 2. Agree with the other ranks.
+    asked = None if requested is None else str(requested)
     rows = run.main.exchange(operation, (asked, complete, following, problem))
     requests, found, numbers, problems = zip(*rows, strict=True)
     is_shared = not run.project.save_on_each_node
@@ -137,70 +153,51 @@ def _find(run: CheckpointContext, asked: str | None, operation: str) -> list[int
         raise CheckpointError(problem)
     if run.is_automatic and operation == WHAT:
         run.project.iteration = max(numbers)
-    nodes = [{*numbers} for numbers in found if numbers is not None]
-    return sorted(set[int].intersection(*nodes)) if nodes else []
+    if requested is not None:
+        return [requested]
+    everywhere = set[int].intersection(*({*numbers} for numbers in found if numbers is not None))
+    return [run.numbered / layout.numbered_name(number) for number in sorted(everywhere, reverse=True)]
 
 
 def _newest_complete(
-    run: CheckpointContext,
-    candidates: Sequence[AnyPath],
-    location: torch.device,
-    options: Mapping[str, Any],
-    *,
-    verifies: bool,
-) -> CheckpointReader:
-    """Return the newest complete checkpoint, the same on every rank.
+    run: CheckpointContext, candidates: Sequence[AnyPath], *, verifies: bool
+) -> tuple[AnyPath, Manifest | None]:
+    """Return the newest complete checkpoint, the same on every rank, with its manifest.
 
     Args:
         run: The run to load into.
         candidates: The folders to try, newest first.
-        location: The device to which optimizer states are read first.
-        options: More arguments of `torch.load`.
         verifies: Whether the ranks, which share the files, compare checksums.
 
     Raises:
         CheckpointError: None of them is complete.
     """
     problems: list[str] = []
+    topology = run.runtime.topology
+    num_readers = topology.local_world_size if run.project.save_on_each_node else topology.world_size
     for folder in candidates:
-        # 1. Check the folder, and this rank's share of the files.
+        # 1. Check the folder, and this rank's share of the files: about as many bytes as others have.
         manifest, problem = None, ""
         try:
             manifest = folders.read_manifest(folder)
             folders.check(folder, manifest)
             if verifies and manifest is not None:
-                folders.verify(folder, manifest, _names_to_verify(run, manifest))
+                sizes = {name: record.size for name, record in manifest.files.items()}
+                by_size = sorted(sizes, key=lambda name: (-sizes[name], name))
+                folders.verify(folder, manifest, by_size[run.rank - run.committer :: num_readers])
         except (OSError, CheckpointError) as error:
-            problem = str(error) if is_unchanged(folder, manifest) else _replaced(folder)
+            problem = str(error) if folders.is_unchanged(folder, manifest) else _replaced(folder)
         # 2. Agree on one undamaged checkpoint.
-        text = "" if manifest is None else manifest.to_text()
-        digest = xxhash.xxh3_64(text.encode()).hexdigest() if text else ""
+        digest = "" if manifest is None else xxhash.xxh3_64(manifest.to_text().encode()).hexdigest()
         digests, found = zip(*run.main.exchange(WHAT, (digest, problem)), strict=True)
         differ = not run.project.save_on_each_node and len({*digests} - {""}) > 1
         problem = _replaced(folder) if differ else first_problem(found)
         if not problem:
-            topology = run.runtime.topology
-            return CheckpointReader(
-                folder=folder,
-                manifest=manifest,
-                rank=topology.rank,
-                world_size=topology.world_size,
-                device=run.runtime.device,
-                map_location=location,
-                options=options,
-            )
+            return folder, manifest
         problems.append(problem)
         if len(candidates) > 1:
             logger.warning("Skipped: %s", problem)
     raise CheckpointError(problems[0] if len(problems) == 1 else f"No checkpoint is complete. {problems[0]}")
-
-
-def _names_to_verify(run: CheckpointContext, manifest: Manifest) -> list[str]:
-    """Return this rank's share of the files: about as many bytes as others have."""
-    topology = run.runtime.topology
-    num_readers = topology.local_world_size if run.project.save_on_each_node else topology.world_size
-    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-    return by_size[run.rank - run.committer :: num_readers]
 
 
 def _replaced(folder: AnyPath) -> str:
@@ -213,9 +210,9 @@ def _of_one_state(source: CheckpointReader) -> Generator[None]:
     try:
         yield
     except (OSError, CheckpointError):
-        if is_unchanged(source.folder, source.manifest):
+        if folders.is_unchanged(source.folder, source.manifest):
             raise
-    if not is_unchanged(source.folder, source.manifest):
+    if not folders.is_unchanged(source.folder, source.manifest):
         raise CheckpointError(_replaced(source.folder))
 
 
@@ -249,33 +246,25 @@ class CheckpointReader:
         """
         if name in self.opened:
             return self.opened.pop(name)
-        is_optimizer = name.startswith(layout.OPTIMIZER_NAME)
-        location = self.map_location if is_optimizer else torch.device("cpu")
-        with on_disk(self._path(name)) as path:
-            if name.endswith(SAFETENSORS_SUFFIX):
-                file = SafetensorsFile(path)
-                state: Any = {key: file.tensor(key) for key in file.entries}
-            elif self._maps(name, path, location):
-                state = read_object(path, mmap=True)
-            else:
-                return read_object(path, **{"map_location": location, **self.options})
-        self.mapped.extend(leaf for _, leaf in walk(state) if isinstance(leaf, Tensor))
-        return state
-
-    def _maps(self, name: str, path: Path, location: torch.device) -> bool:
-        """Return whether a file of `torch.save` is mapped, so that its tensors are copied one by one."""
-        has_tensors = name.startswith((layout.OPTIMIZER_NAME, MODEL_NAME))
-        is_large = has_tensors and not self.options and path.stat().st_size >= _MAPPED_FROM
-        return is_large and location.type == "cpu" and is_mappable(path)
-
-    def _path(self, name: str) -> AnyPath:
-        path = self.folder / name
         if not self.has(name):
             raise CheckpointError(
                 f"The checkpoint {str(self.folder)!r} has no {name!r}. Prepare and register the same "
                 "objects, in the same order, as in the run that was saved."
             )
-        return path
+        is_optimizer = name.startswith(layout.OPTIMIZER_NAME)
+        location = self.map_location if is_optimizer else torch.device("cpu")
+        # A large file of `torch.save` is mapped, so that its tensors are copied one by one.
+        maps = location.type == "cpu" and not self.options and (is_optimizer or name.startswith(MODEL_NAME))
+        with stores.on_disk(self.folder / name) as path:
+            if name.endswith(SAFETENSORS_SUFFIX):
+                file = SafetensorsFile(path)
+                state: Any = {key: file.tensor(key) for key in file.entries}
+            elif maps and path.stat().st_size >= _MAPPED_FROM and is_mappable(path):
+                state = read_object(path, mmap=True)
+            else:
+                return read_object(path, **{"map_location": location, **self.options})
+        self.mapped.extend(leaf for _, leaf in walk(state) if isinstance(leaf, Tensor))
+        return state
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has a file: other files in its folder may be anybody's."""
@@ -293,17 +282,10 @@ class CheckpointReader:
         same_world = self.manifest is None or self.manifest.world_size == self.world_size
         return own if same_world and self.has(own) else layout.position_name(0)
 
-    def rng_name(self) -> str | None:
-        """Return the file with the RNG states that this rank reads, if there is one."""
-        rank = self.rng_rank()
-        return None if rank is None else layout.rng_name(rank)
-
     def rng_rank(self) -> int | None:
         """Return the rank whose RNG states this rank reads: its own, or another rank's if it has none."""
         saved = self.ranks()
-        if not saved or self.rank in saved:
-            return self.rank if saved else None
-        return saved[self.rank % len(saved)]
+        return self.rank if self.rank in saved else saved[self.rank % len(saved)] if saved else None
 
     def ranks(self) -> list[int]:
         """Return the ranks whose RNG states were saved."""
@@ -315,21 +297,19 @@ def _read(run: CheckpointContext, source: CheckpointReader) -> None:
     """Read or map all files but shards, and models that hooks may load themselves. No collective."""
     prepared = run.prepared
     models = [] if run.load_hooks else range(len(prepared.models))
-    names = [source.weights_name(index) for index in models if model_loader(run, source, index) is None]
+    names = [source.weights_name(index) for index in models if _model_loader(run, source, index) is None]
     names += [
         layout.optimizer_name(index)
         for index in range(len(prepared.optimizers))
-        if optimizer_loader(run, source, index) is None
+        if _optimizer_loader(run, source, index) is None
     ]
     names += map(layout.scheduler_name, range(len(prepared.schedulers)))
     names += map(layout.custom_name, range(len(run.custom)))
-    optional = [source.rng_name()]
-    if run.precision.state_dict():
-        optional.append(layout.SCALER_NAME)
-    if prepared.dataloaders:
-        optional.append(source.position_name())
-    names += [name for name in optional if name is not None and source.has(name)]
-    for name in names:
+    rank = source.rng_rank()
+    optional = [] if rank is None else [layout.rng_name(rank)]
+    optional += [layout.SCALER_NAME] * bool(run.precision.state_dict())
+    optional += [source.position_name()] * bool(prepared.dataloaders)
+    for name in (*names, *filter(source.has, optional)):
         source.opened[name] = source.read(name)
 
 
@@ -341,12 +321,12 @@ def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping
     wrapped = dict(zip(map(id, models), prepared.models, strict=True))
     with (
         run.raising_everywhere(WHAT),  # what follows has collectives
-        hook_folder(source.folder, used=bool(run.load_hooks)) as folder,
+        _hook_folder(source.folder, used=bool(run.load_hooks)) as folder,
     ):
         for hook in tuple(run.load_hooks.values()):
             hook(models, str(folder))
     for index, model in enumerate(wrapped.get(id(bare), bare) for bare in models):
-        load_shards = model_loader(run, source, index)
+        load_shards = _model_loader(run, source, index)
         if load_shards is not None:
             load_shards(model, **to_model)
             continue
@@ -357,7 +337,16 @@ def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping
         count = len(models)
         _warn_about_more(source, *layout.full_weights_names(count), layout.sharded_model_name(count))
     # 2. Restore what trains them.
-    _restore_optimizers(run, source)
+    for index, optimizer in enumerate(prepared.optimizers):
+        load_optimizer = _optimizer_loader(run, source, index)
+        if load_optimizer is not None:
+            load_optimizer(optimizer.optimizer)
+        else:
+            state = source.read(layout.optimizer_name(index))
+            run.strategy.states.load_full_optimizer_state(optimizer.optimizer, prepared.models, state)
+            del state  # its memory is released before the next one is read
+    count = len(prepared.optimizers)
+    _warn_about_more(source, layout.optimizer_name(count), layout.sharded_optimizer_name(count))
     restore_states(
         source, layout.scheduler_name, [scheduler.load_state_dict for scheduler in prepared.schedulers]
     )
@@ -380,7 +369,7 @@ def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping
 
 
 @contextmanager
-def hook_folder(folder: AnyPath, *, used: bool) -> Generator[AnyPath]:
+def _hook_folder(folder: AnyPath, *, used: bool) -> Generator[AnyPath]:
     """Give the folder for hooks: of a checkpoint on a store, one with the files that hooks have added."""
     if not used or isinstance(folder, Path):
         yield folder
@@ -458,20 +447,6 @@ def _warn_about_more(source: CheckpointReader, *names: str) -> None:
             )
 
 
-def _restore_optimizers(run: CheckpointContext, source: CheckpointReader) -> None:
-    load = run.strategy.states.load_full_optimizer_state
-    models, optimizers = run.prepared.models, run.prepared.optimizers
-    for index, prepared in enumerate(optimizers):
-        load_shards = optimizer_loader(run, source, index)
-        if load_shards is not None:
-            load_shards(prepared.optimizer)
-        else:
-            state = source.read(layout.optimizer_name(index))
-            load(prepared.optimizer, models, state)
-    count = len(optimizers)
-    _warn_about_more(source, layout.optimizer_name(count), layout.sharded_optimizer_name(count))
-
-
 def restore_states(
     source: CheckpointReader, name_of: Callable[[int], str], loads: Sequence[Callable[[Any], Any]]
 ) -> None:
@@ -526,26 +501,34 @@ def _restore_foreign_positions(source: CheckpointReader, dataloaders: Sequence[A
         logger.warning("%s contains a pickled sampler and is not read.", source.folder / unread)
 
 
+def step_of(source: CheckpointReader) -> int:
+    """Return the number of micro-batches after the last optimizer step at the time of saving."""
+    if source.manifest is not None:
+        return source.manifest.step
+    rank = source.rng_rank()  # other libraries keep the number there
+    return 0 if rank is None else int(source.read(layout.rng_name(rank)).get("step", 0))
+
+
 def restore_rng(source: CheckpointReader, generators: Generators | None = None) -> None:
-    """Restore the RNG states of this rank, and those of an engine."""
+    """Restore the RNG states of this rank, and those of an engine.
+
+    A collective over ranks that share layers.
+    """
     saved_rank = source.rng_rank()
     if saved_rank is None:
         logger.warning("The checkpoint %s has no random number states.", source.folder)
         return
     states: dict[str, Any] = source.read(layout.rng_name(saved_rank))
     if saved_rank == source.rank:
-        complaints = write_rng(states, source.device)
-        complaints += _restore_engine(states, generators)
-        if complaints:
-            logger.warning(
-                "Random number states of rank %d, from %s, were partly restored: %s.",
-                source.rank,
-                source.folder,
-                "; ".join(complaints),
-            )
+        complaints = _write_rng(states, source.device)
     else:
-        seed_per_rank(states, source.rank)
-        _restore_engine(states, generators)
+        digest = hashlib.blake2b(digest_size=8)
+        digest.update(states[TORCH_KEY].numpy().tobytes() if TORCH_KEY in states else b"")
+        digest.update(str(source.rank).encode())
+        seed, complaints = int.from_bytes(digest.digest(), "little") >> 1, []
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)  # seeds the generators of all devices
         logger.warning(
             "The checkpoint %s is from %d rank(s): the random numbers of rank %d are seeded from those "
             "of rank %d.",
@@ -554,18 +537,186 @@ def restore_rng(source: CheckpointReader, generators: Generators | None = None) 
             source.rank,
             saved_rank,
         )
+    synchronize_tensor_parallel_rng()  # ranks that had other numbers may share layers now
+    if generators is not None:
+        problem = generators.load_state_dict(states.get(ENGINE_KEY, {}))
+        complaints += [] if problem is None else [problem]
+    elif ENGINE_KEY in states:
+        complaints.append(f"{ENGINE_KEY!r} is from an engine that is not in use")
+    if complaints and saved_rank == source.rank:
+        logger.warning(
+            "Random number states of rank %d, from %s, were partly restored: %s.",
+            source.rank,
+            source.folder,
+            "; ".join(complaints),
+        )
 
 
-def _restore_engine(states: Mapping[str, Any], generators: Generators | None) -> list[str]:
-    if generators is None:
-        return [f"{ENGINE_KEY!r} is from an engine that is not in use"] if ENGINE_KEY in states else []
-    problem = generators.load_state_dict(states.get(ENGINE_KEY, {}))
-    return [] if problem is None else [problem]
+def _write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
+    """Set all generators; return one sentence for each that could not be restored."""
+    keys = [PYTHON_KEY, NUMPY_KEY, TORCH_KEY]
+    complaints = [f"{key!r} is absent" for key in keys if key not in states]
+    if PYTHON_KEY in states:
+        version, words, gauss = states[PYTHON_KEY]
+        random.setstate((version, tuple(words), gauss))
+    if NUMPY_KEY in states:
+        np.random.set_state(states[NUMPY_KEY])
+    if TORCH_KEY in states:
+        torch.set_rng_state(states[TORCH_KEY])
+    kind = accelerator_in_use(device)
+    if kind is not None:
+        key, module = device_key(kind), kind.module
+        keys.append(key)
+        saved: list[Any] = states.get(key, [])
+        if not hasattr(module, "get_rng_state_all"):
+            for state in saved[:1]:
+                module.set_rng_state(state)
+        elif saved:
+            count = module.device_count()
+            for index, state in enumerate(saved[:count]):
+                module.set_rng_state(state, index)
+            if len(saved) != count:
+                complaints.append(f"{key!r} has states of {len(saved)} devices, but there are {count}")
+        if key not in states:
+            complaints.append(f"{key!r} is absent: the state was saved on a machine without such a device")
+    return complaints + [
+        f"{key!r} is for devices that this machine lacks"
+        for key in sorted({*states} - {*keys, "step", ENGINE_KEY})
+        if states[key] != []  # what Accelerate writes without a device
+    ]
 
 
-def step_of(source: CheckpointReader) -> int:
-    """Return the number of micro-batches after the last optimizer step at the time of saving."""
-    if source.manifest is not None:
-        return source.manifest.step
-    name = source.rng_name()  # other libraries keep the number there
-    return 0 if name is None else int(source.read(name).get("step", 0))
+def _model_loader(
+    run: CheckpointContext, source: CheckpointReader, index: int
+) -> Callable[..., object] | None:
+    """Return the function that loads a sharded model, with options for `load_state_dict`, or `None`."""
+    name = layout.sharded_model_name(index)
+    if source.has(f"{name}/{INDEX_NAME}"):
+        folder = source.folder / name
+        sharding.folder.read_index(folder)
+        return partial(restore_model_shards, run, folder)
+    if any(map(source.has, layout.full_weights_names(index))):
+        return None
+    states = run.strategy.states
+    if form_of_run(run) is StateForm.NATIVE:
+        local = _local(source.folder)
+
+        def load_native(model: nn.Module, **options: Any) -> None:
+            if options:
+                logger.warning(
+                    "load_state(%s): the strategy %r ignores this for files of its own.",
+                    ", ".join(f"{name}={value!r}" for name, value in options.items()),
+                    run.strategy.name,
+                )
+            states.load_native(model, local, index)
+
+        return load_native
+    read = _foreign(source, index)
+    if read is None:
+        return None
+    return lambda model, **options: states.load_full_state_dict(model, read().weights(), **options)
+
+
+def _foreign(source: CheckpointReader, index: int) -> Callable[[], Any] | None:
+    """Return the function that reads what another engine has written of a model, if there is anything."""
+    match = find_foreign(source.folder, layout.engine_name(index), index)
+    if match is None:
+        return None
+    folder, read = match
+    files = None if source.manifest is None else source.manifest.files
+    is_listed = files is None or any(name.startswith(f"{folder.name}/") for name in files)
+    return partial(read, _local(folder)) if is_listed else None
+
+
+def _optimizer_loader(
+    run: CheckpointContext, source: CheckpointReader, index: int
+) -> Callable[[Optimizer], object] | None:
+    """Return the function that loads a sharded optimizer, or `None` without shards."""
+    name = layout.sharded_optimizer_name(index)
+    if source.has(f"{name}/{INDEX_NAME}"):
+        folder = source.folder / name
+        sharding.folder.read_index(folder)
+        return partial(restore_optimizer_shards, run, folder)
+    if source.has(layout.optimizer_name(index)):
+        return None
+    if form_of_run(run) is StateForm.NATIVE:
+        return lambda _: None  # loaded with its model
+    read = _foreign(source, index)
+    if read is None:
+        return None
+
+    def load_foreign(optimizer: Optimizer) -> None:
+        models, saved = run.prepared.models, read()
+        state = saved.numbered_optimizer()
+        if state is None:
+            state = state_by_index(saved.optimizer(), parameter_names(optimizer, models))
+        run.strategy.states.load_full_optimizer_state(optimizer, models, state)
+
+    return load_foreign
+
+
+def _local(folder: AnyPath) -> Path:
+    if isinstance(folder, RemotePath):
+        raise CheckpointError(
+            f"{str(folder)!r} has files of an engine, which only reads local files. Download it."
+        )
+    return folder
+
+
+def restore_model_shards(
+    run: CheckpointContext, folder: AnyPath, model: nn.Module, *, strict: bool = True, **options: Any
+) -> None:
+    """Load a model from shards, for any current sharding."""
+    if not run.strategy.states.is_sharded:
+        state = sharding.folder.read_all(folder, _full)
+        run.strategy.states.load_full_state_dict(model, _unwrap(state), strict=strict, **options)
+        return
+    tensors = run.strategy.states.model_tensors(model)
+    wrapped: dict[str, Any] = {MODEL_KEY: tensors}
+    entries = [*sharding.folder.entries(sharding.folder.read_index(folder))]
+    paths = [entry.path for entry in entries]
+    # What `Module.get_extra_state` returned is allocated in the shape in which it was saved.
+    extra = {str(entry.path[-1]): entry for entry in entries if str(entry.path[-1]).endswith("_extra_state")}
+    tensors.update({name: _full(entry) for name, entry in extra.items() if entry.shape and name in tensors})
+    if strict:
+        known = {path for path in paths if path[1:2] and path[1] in tensors}  # further keys are in a value
+        unknown = sorted({".".join(map(str, path[1:])) for path in paths if path not in known})
+        if unknown:
+            raise CheckpointError(
+                f"{str(folder)!r} has {unknown[0]!r}, which {type(model).__name__} does not have. Pass "
+                "strict=False to load the rest."
+            )
+    sharding.folder.read_into(folder, wrapped, strict=strict, planners=run.strategy.states.planners)
+    run.strategy.states.load_model(model, wrapped[MODEL_KEY], strict=strict, **options)
+
+
+def restore_optimizer_shards(run: CheckpointContext, folder: AnyPath, optimizer: Optimizer) -> None:
+    """Load an optimizer from shards, for any current sharding."""
+    models = run.prepared.models
+    if not run.strategy.states.is_sharded:
+        state = _unwrap(sharding.folder.read_all(folder, _full))
+        state.setdefault("state", {})
+        names = [group["params"] for group in state["param_groups"]]
+        run.strategy.states.load_full_optimizer_state(optimizer, models, state_by_index(state, names))
+        return
+    make = run.strategy.states.state_allocator(optimizer, models)
+
+    def allocate(entry: TensorMetadata) -> Tensor:
+        if len(entry.path) > 3 and entry.path[1] == "state":
+            key = str(entry.path[3]) if len(entry.path) == 4 else ""  # deeper ones are inside of a state
+            return make(str(entry.path[2]), key, entry.shape or torch.Size(), entry.dtype or torch.float32)
+        return _full(entry)
+
+    state = _unwrap(sharding.folder.read_all(folder, allocate, run.strategy.states.planners))
+    state.setdefault("state", {})
+    run.strategy.states.load_optimizer(optimizer, models, state)
+
+
+def _unwrap(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the value of a state's only key."""
+    values = [*state.values()]
+    return values[0] if len(values) == 1 and isinstance(values[0], dict) else state
+
+
+def _full(entry: TensorMetadata) -> Tensor:
+    return torch.empty(entry.shape or (), dtype=entry.dtype, device="cpu")

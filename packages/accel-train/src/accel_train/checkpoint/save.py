@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +15,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from accel_plugins import sharding
-from accel_plugins.sharding.state import INDEX_NAME, StateForm
+from accel_plugins.sharding.state import INDEX_NAME, StateForm, local_metadata_file, shard_file
+from accel_state.device_kinds import DeviceKind, available_kind, kind_of
 from accel_state.errors import (
     CheckpointError,
     CheckpointWriteError,
@@ -31,19 +35,10 @@ from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemotePath
 from accel_train.checkpoint import folder, layout
 from accel_train.checkpoint.agreement import AbsentRankError, Agreement, SingleProcess
-from accel_train.checkpoint.contents import (
-    CheckpointFile,
-    check_target,
-    folders_of,
-    form_of_run,
-    native_parts,
-    rank_files,
-    sharded_parts,
-    shared_parts,
-)
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.files import flush_file, make_folder, record_of, remove, sizes_in, write_file
 from accel_train.checkpoint.layout import FileRecord, Manifest
+from accel_train.checkpoint.staging import write_object, write_weights
 
 logger = logging.getLogger(__name__)
 WHAT = "save_state()"
@@ -60,11 +55,8 @@ def save(
     """Save the state of a run, as `Accelerator.save_state`; return the checkpoint, complete if `blocking`."""
     run.finish()
     target = target_of(run, output_dir)
-    check_target(run, target)
-    if run.strategy.replicas is not None and not run.strategy.replicas.is_saver:
-        run.project.iteration += run.is_automatic
-        return Saving(str(target))  # another replica group has the same state, and saves it
-    iteration = run.project.iteration if run.is_automatic else None
+    _check_target(run, target)
+    iteration, step = run.project.iteration if run.is_automatic else None, run.synchronizer.step
     arguments = {
         "folder": str(target),
         "iteration": iteration,
@@ -72,6 +64,9 @@ def save(
         "blocking": blocking,
         "to_disk": to_disk,
     }
+    if run.strategy.replicas is not None and not run.strategy.replicas.is_saver:
+        run.project.iteration += run.is_automatic
+        return Saving(str(target))  # another replica group has the same state, and saves it
     # 1. Agree on a staging folder.
     main, background = run.main, run.background
     try:
@@ -89,7 +84,6 @@ def save(
         )
         main = background = SingleProcess()
         staging, has_hooks = _agree(run, arguments, target, main)
-    step = run.synchronizer.step
     if step:
         logger.warning(
             "The state is saved %d micro-batch(es) after the last optimizer step; their gradients are not "
@@ -98,37 +92,31 @@ def save(
         )
     run.project.iteration += run.is_automatic
     job = _Job(
+        run=run,
         target=target,
         staging=staging,
         local=staging if isinstance(staging, Path) else Path(tempfile.mkdtemp(prefix="accel-upload-")),
-        rank=run.rank,
-        committer=run.committer,
-        limit=run.project.total_limit,
         to_disk=to_disk,
         manifest=Manifest(world_size=background.world_size, step=step, iteration=iteration),
-        folders=tuple(folders_of(run)),
     )
     # 2. Collect the states, and copy them to host memory if a thread is to write them.
-    parts: list[CheckpointFile] = []
+    files: list[CheckpointFile] = []
 
     def work(problem: str = "") -> None:
         try:
-            files, problem = ({}, problem) if problem else _write(job, parts)
-            _commit_when_written(job, background, files, problem)
+            written, problem = ({}, problem) if problem else _write(job, files)
+            _commit_when_written(job, background, written, problem)
         finally:
-            parts.clear()
+            files.clear()
             job.clean()
 
     saving, failure = Saving(str(target), work), None
     try:
-        parts += _parts(run, job, safe=safe, hooks_end=main if has_hooks else SingleProcess())
+        files += _files_of_run(run, job.local, safe=safe, hooks_end=main if has_hooks else SingleProcess())
         if not blocking:
             run.staging.reset()
-            copies = [run.staging.copy(part.read()) for part in parts]
+            files = [file._replace(state=run.staging.copy(file.state)) for file in files]
             run.staging.synchronize()
-            parts = [
-                replace(part, read=partial(_same, state)) for part, state in zip(parts, copies, strict=True)
-            ]
     except Exception as error:  # noqa: BLE001 - hooks and state dicts are users' code, and all ranks need the error
         failure = error
     except BaseException:
@@ -137,7 +125,7 @@ def save(
     # 3. Write and commit them, here or in the thread.
     try:
         if failure is not None:
-            work(f"rank {job.rank} failed before writing: {failure!r}")
+            work(f"rank {run.rank} failed before writing: {failure!r}")
         elif blocking:
             work()
         else:
@@ -150,10 +138,6 @@ def save(
         del failure  # else a cycle: its traceback holds this frame
     logger.info("Saved the state to %s.", target)
     return saving
-
-
-def _same(state: Any) -> Any:
-    return state
 
 
 def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None) -> AnyPath:
@@ -175,18 +159,47 @@ def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None)
     return any_path(output_dir, "save_state(output_dir)")
 
 
+def form_of_run(run: CheckpointContext) -> StateForm:
+    """Return the form in which models and optimizers are saved."""
+    return run.strategy.states.form() if run.strategy.states.is_sharded else StateForm.FULL
+
+
+def _check_target(run: CheckpointContext, target: AnyPath) -> None:
+    """Reject checkpoints of which each node keeps only a part, and those that an object store cannot hold."""
+    topology, form, is_remote = run.runtime.topology, form_of_run(run), isinstance(target, RemotePath)
+    has_parts = topology.world_size > topology.local_world_size and form is not StateForm.FULL
+    if run.project.save_on_each_node and (has_parts or is_remote):
+        reason = (
+            "every host would keep only a part of the model. Use state_dict_type='FULL_STATE_DICT', or a "
+            "folder that all hosts share."
+            if has_parts
+            else f"all hosts share {str(target)!r}. Remove this option."
+        )
+        raise SettingsError(f"ProjectConfiguration(save_on_each_node=True): {reason}")
+    if is_remote and form is StateForm.NATIVE:
+        raise SettingsError(
+            f"The strategy {run.strategy.name!r} reads its files from a local folder, and {str(target)!r} "
+            "is on an object store: save to a folder, or with state_dict_type='SHARDED_STATE_DICT'."
+        )
+
+
 def _agree(
     run: CheckpointContext, arguments: dict[str, Any], target: AnyPath, agreement: Agreement
 ) -> tuple[AnyPath, bool]:
     """Agree with all ranks on the arguments; return the path to write to, and whether any rank has hooks."""
-    # 1. Make the staging folder.
-    staging, problem, exists = None, "", False
+    # 1. Make the staging folder. A number must be the largest: the newest checkpoint would be pruned first.
+    staging, problem, exists, iteration = None, "", False, arguments["iteration"]
     if run.commits:
         try:
-            _refuse_existing(target, arguments["iteration"])
-            staging = folder.make_staging(target)
-        except SettingsError as error:
-            problem, exists = str(error), True
+            numbers = [] if iteration is None else folder.numbers(target.parent, since=iteration)
+            if numbers:
+                exists, newest = True, target.parent / layout.numbered_name(numbers[-1])
+                problem = (
+                    f"{str(newest)!r} already exists from an earlier run. Resume from it with load_state(), "
+                    f"or set ProjectConfiguration(iteration={numbers[-1] + 1})."
+                )
+            else:
+                staging = folder.make_staging(target)
         except (OSError, CheckpointError) as error:
             name = getattr(error, "filename", None) or target
             reason = getattr(error, "strerror", None) or str(error)
@@ -209,73 +222,33 @@ def _agree(
                 kind = SettingsError if row["exists"] else CheckpointWriteError
                 raise kind(f"rank {rank}: {row['problem']}")
     except BaseException:
-        discard(staging)
+        if isinstance(staging, Path):  # the next save replaces what was uploaded to a store
+            remove(staging)
         raise
     path = any_path(rows[run.committer]["staging"], "the staging folder")
     return path, any(row["has_hooks"] for row in rows)
 
 
-def _refuse_existing(target: AnyPath, iteration: int | None) -> None:
-    """Refuse a number that is not the largest: the newest checkpoint would be the first to be pruned."""
-    numbers = [] if iteration is None else folder.numbers(target.parent, since=iteration)
-    if numbers:
-        newest = target.parent / layout.numbered_name(numbers[-1])
-        raise SettingsError(
-            f"{str(newest)!r} already exists from an earlier run. Resume from it with load_state(), or set "
-            f"ProjectConfiguration(iteration={numbers[-1] + 1})."
-        )
+class CheckpointFile(NamedTuple):
+    """A file that this rank writes: its path inside the checkpoint, the state, and what writes a state."""
+
+    name: str
+    state: Any
+    write: Callable[[Any, Any], None] = write_object
 
 
-def discard(staging: AnyPath | None) -> None:
-    """Remove a staging folder; the next save replaces what was uploaded to a store."""
-    if isinstance(staging, Path):
-        remove(staging)
-
-
-@frozen
-class _Job:
-    """This rank's share of one save.
-
-    Args:
-        local: Where this rank writes: `staging`, or a folder from which files are uploaded to it.
-        committer: The rank that commits the folder in which this rank writes.
-        limit: The largest number of numbered checkpoints to keep; all if `None`.
-        to_disk: Whether everything must be on disk before the checkpoint is committed.
-        manifest: The manifest, still without files.
-        folders: The folders to which all ranks write; each needs an index.
-    """
-
-    target: AnyPath
-    staging: AnyPath
-    local: Path
-    rank: int
-    committer: int
-    limit: int | None
-    to_disk: bool
-    manifest: Manifest
-    folders: tuple[str, ...] = ()
-
-    @property
-    def commits(self) -> bool:
-        """Whether this rank is the committer."""
-        return self.rank == self.committer
-
-    def clean(self) -> None:
-        """Remove what the folders still hold that this rank has made."""
-        if self.commits or self.local != self.staging:
-            remove(self.local)
-
-
-def _parts(run: CheckpointContext, job: _Job, *, safe: bool, hooks_end: Agreement) -> list[CheckpointFile]:
+def _files_of_run(
+    run: CheckpointContext, local: Path, *, safe: bool, hooks_end: Agreement
+) -> list[CheckpointFile]:
     """Run the hooks, and wait until those of all ranks have ended; return the files that this rank writes."""
     # 1. Get the full weights, if models are not sharded, and show them to the hooks.
-    prepared, form, states = run.prepared, form_of_run(run), run.strategy.states
+    prepared, states, form = run.prepared, run.strategy.states, form_of_run(run)
     full = form is StateForm.FULL
     weights = [states.full_state_dict(model, keep=run.commits) for model in prepared.models if full]
     failure: Exception | None = None
     try:
         for hook in tuple(run.save_hooks.values()):
-            hook(run.bare_models, weights, str(job.local))
+            hook(run.bare_models, weights, str(local))
     except Exception as error:  # noqa: BLE001 - raised below: other ranks wait in the collectives that follow
         failure = error
     hooks_end.exchange(WHAT, None)  # they may write files of the same names, which are then replaced
@@ -285,27 +258,142 @@ def _parts(run: CheckpointContext, job: _Job, *, safe: bool, hooks_end: Agreemen
         for optimizer in prepared.optimizers
         if full
     ]
-    parts: list[CheckpointFile] = []
+    files: list[CheckpointFile] = []
     if run.commits:
         scaler = run.precision.state_dict()
-        parts += shared_parts(
+        files += shared_files(
             weights, optimizers, prepared.schedulers, prepared.dataloaders, scaler, safe=safe
         )
-    if form is StateForm.SHARDED:
-        parts += sharded_parts(run)
-    elif form is StateForm.NATIVE:
-        parts += native_parts(run, job.local)
+
+    def add_native(state: Any, path: Path) -> None:
+        files.append(CheckpointFile(path.relative_to(local).as_posix(), state))
+
+    for index, model in enumerate(prepared.models):
+        if form is StateForm.NATIVE:
+            states.save_native(model, local, index, write=add_native)
+        elif form is StateForm.SHARDED:
+            state = states.model_tensors(model)
+            files.extend(shard_files(run, layout.sharded_model_name(index), model=state))
+    for index, optimizer in enumerate(prepared.optimizers):
+        if form is StateForm.SHARDED:
+            state = states.optimizer_tensors(optimizer.optimizer, prepared.models)
+            files.extend(shard_files(run, layout.sharded_optimizer_name(index), optimizer=state))
     for index, registered in enumerate(run.custom):
         state = registered.state_dict()  # on every rank: perhaps a collective
         if run.commits:
-            parts.append(CheckpointFile(name=layout.custom_name(index), read=partial(_same, state)))
+            files.append(CheckpointFile(layout.custom_name(index), state))
     try:
         if failure is not None:
             raise failure
     finally:
         del failure  # else a cycle: its traceback holds this frame
     device, generators = run.runtime.device, run.strategy.generators
-    return parts + rank_files(prepared.dataloaders, generators, rank=job.rank, device=device)
+    return files + rank_files(prepared.dataloaders, generators, rank=run.rank, device=device)
+
+
+def shared_files(
+    weights: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Mapping[str, Any]],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    scaler: Mapping[str, Any],
+    *,
+    safe: bool,
+) -> list[CheckpointFile]:
+    """List the files that the committer writes for all ranks; weights, optimizers and scaler are states."""
+    weights_name = layout.safe_weights_name if safe else layout.bin_weights_name
+    write = partial(write_weights, safe=safe)
+    files = [CheckpointFile(weights_name(index), dict(state), write) for index, state in enumerate(weights)]
+    for index, state in enumerate(optimizers):
+        files.append(CheckpointFile(layout.optimizer_name(index), dict(state)))
+    for index, scheduler in enumerate(schedulers):
+        files.append(CheckpointFile(layout.scheduler_name(index), scheduler.state_dict()))
+    for index, loader in enumerate(dataloaders):
+        state = loader.torchdata_state() if loader.use_stateful_dataloader else None
+        if state:
+            files.append(CheckpointFile(layout.loader_state_name(index), state))
+    return files + [CheckpointFile(layout.SCALER_NAME, dict(scaler))] * bool(scaler)
+
+
+def shard_files(run: CheckpointContext, folder: str, **state: Any) -> list[CheckpointFile]:
+    """List this rank's two files in a folder of shards: the shards, and their metadata, which is second."""
+    writer = sharding.folder.ShardWriter(state, run.rank, run.strategy.states.planners)
+    return [
+        CheckpointFile(f"{folder}/{shard_file(run.rank)}", writer.local_values(), writer.write_shards),
+        CheckpointFile(f"{folder}/{local_metadata_file(run.rank)}", [], writer.write_local_metadata),
+    ]
+
+
+def rank_files(
+    dataloaders: Sequence[Any],
+    generators: Any = None,
+    *,
+    rank: int,
+    device: torch.device,
+    step: int | None = None,
+) -> list[CheckpointFile]:
+    """List the files that every rank writes: positions of its loaders, and its RNG states with the step."""
+    files: list[CheckpointFile] = []
+    if dataloaders:
+        positions = {"loaders": [loader.state_dict() for loader in dataloaders]}
+        files.append(CheckpointFile(layout.position_name(rank), positions))
+    states: dict[str, Any] = {
+        PYTHON_KEY: random.getstate(),
+        NUMPY_KEY: np.random.get_state(),
+        TORCH_KEY: torch.get_rng_state(),
+    }
+    kind = accelerator_in_use(device)
+    if kind is not None:
+        read_all = getattr(kind.module, "get_rng_state_all", None)  # mps and xla have one device
+        states[device_key(kind)] = [kind.module.get_rng_state()] if read_all is None else read_all()
+    engine = None if generators is None else generators.state_dict()
+    if engine:
+        states[ENGINE_KEY] = engine
+    if step is not None:
+        states["step"] = step
+    return [*files, CheckpointFile(layout.rng_name(rank), states)]
+
+
+PYTHON_KEY = "random_state"
+NUMPY_KEY = "numpy_random_seed"
+TORCH_KEY = "torch_manual_seed"
+ENGINE_KEY = "engine_random_state"
+"""The key of the states of generators that a strategy has of its own."""
+
+
+def accelerator_in_use(device: torch.device) -> DeviceKind | None:
+    """Return the kind of a process's device; of one on the CPU, what its program uses besides."""
+    kind = available_kind() if device.type == "cpu" else kind_of(device)
+    is_used = kind.type == device.type or getattr(kind.module, "is_initialized", bool)()
+    return kind if is_used and kind.type != "cpu" else None
+
+
+def device_key(kind: DeviceKind) -> str:
+    """Return the key of the states of the generators of devices."""
+    return f"torch_{kind.type}_manual_seed"
+
+
+@frozen
+class _Job:
+    """This rank's share of one save.
+
+    Args:
+        local: Where this rank writes: `staging`, or a folder from which files are uploaded to it.
+        to_disk: Whether everything must be on disk before the checkpoint is committed.
+        manifest: The manifest, still without files.
+    """
+
+    run: CheckpointContext
+    target: AnyPath
+    staging: AnyPath
+    local: Path
+    to_disk: bool
+    manifest: Manifest
+
+    def clean(self) -> None:
+        """Remove what the folders still hold that this rank has made."""
+        if self.run.commits or self.local != self.staging:
+            remove(self.local)
 
 
 def _write(job: _Job, parts: Sequence[CheckpointFile]) -> tuple[dict[str, FileRecord], str]:
@@ -315,12 +403,11 @@ def _write(job: _Job, parts: Sequence[CheckpointFile]) -> tuple[dict[str, FileRe
     store = job.staging if isinstance(job.staging, RemotePath) else None
     try:
         with ThreadPoolExecutor(_FLUSHES, "accel-flush") as threads:  # while others are written
-            for part in parts:
-                name = part.name
+            for name, state, write in parts:
                 make_folder((job.local / name).parent)
                 files[name] = write_file(
                     job.local / name,
-                    part.write_to,
+                    partial(write, state),
                     to_disk=job.to_disk and store is None,
                     flush=lambda path: flushes.append(threads.submit(flush_file, path)),
                 )
@@ -329,12 +416,12 @@ def _write(job: _Job, parts: Sequence[CheckpointFile]) -> tuple[dict[str, FileRe
         if store is not None:
             for name in sizes_in(job.local):  # with those of hooks
                 path = job.local / name
-                if name in files or job.commits or not layout.is_of_checkpoint(path.name):
+                if name in files or job.run.commits or not layout.is_of_checkpoint(path.name):
                     files.setdefault(name, record_of(path))
                     (store / name).upload(path)
     except Exception as error:
         logger.debug("%s", name, exc_info=error)
-        return files, _describe_error(job.rank, name, error)
+        return files, _describe_error(job.run.rank, name, error)
     return files, ""
 
 
@@ -350,20 +437,21 @@ def _commit_when_written(
         CheckpointWriteError: A rank has failed. The checkpoint is removed, and older ones are unchanged.
     """
     # 1. All-gather what was written.
-    row = {name: asdict(record) for name, record in files.items()}, error, job.committer
+    row = {name: asdict(record) for name, record in files.items()}, error, job.run.committer
     rows = agreement.exchange(WHAT, row)
     problems = [problem for _, problem, _ in rows if problem]
     # 2. Commit it, or remove it, before another rank may return.
     problem = ""
-    if job.commits and not problems:
-        ranks = [rank for rank, (_, _, committer) in enumerate(rows) if committer == job.rank]
+    if job.run.commits and not problems:
+        ranks = [rank for rank, (_, _, committer) in enumerate(rows) if committer == job.run.rank]
         written = {name: FileRecord(**record) for rank in ranks for name, record in rows[rank][0].items()}
         problem = _commit(job, ranks, written)
     job.clean()
     # 3. Return on every rank when it is committed.
     problems += filter(None, agreement.exchange(WHAT, problem, last=True))
     if problems:
-        discard(job.staging)  # of a host that does not share the committer's folder
+        if isinstance(job.staging, Path):
+            remove(job.staging)  # of a host that does not share the committer's folder
         raise CheckpointWriteError(
             f"There is no new checkpoint at {str(job.target)!r}: {'; '.join(problems)}. "
             "Older ones are unchanged."
@@ -377,13 +465,14 @@ def _commit(job: _Job, ranks: Sequence[int], files: dict[str, FileRecord]) -> st
         absent = [] if is_remote else sorted(set(files) - set(sizes_in(job.staging)))
         if absent:
             return (
-                f"rank {job.rank} cannot find {absent[0]!r}, which another rank wrote to "
+                f"rank {job.run.rank} cannot find {absent[0]!r}, which another rank wrote to "
                 f"{str(job.staging)!r}: the hosts do not share this folder."
                 f" Choose a folder that they share, or "
                 "pass ProjectConfiguration(save_on_each_node=True)"
             )
         unhashed: set[str] = set()
-        for name in job.folders:
+        end = f"/{local_metadata_file(job.run.rank)}"
+        for name in [name.removesuffix(end) for name in files if name.endswith(end)]:  # folders of shards
             unhashed.add(f"{name}/{INDEX_NAME}")
             for replaced in sharding.folder.write_index(job.staging / name, ranks):
                 del files[f"{name}/{replaced}"]
@@ -393,24 +482,23 @@ def _commit(job: _Job, ranks: Sequence[int], files: dict[str, FileRecord]) -> st
             files[name] = record_of(job.staging / name, to_disk=job.to_disk)
         folder.commit(job.staging, job.target, replace(job.manifest, files=files), to_disk=job.to_disk)
     except (OSError, CheckpointError) as error:
-        return _describe_error(job.rank, str(getattr(error, "filename", None) or job.target), error)
+        return _describe_error(job.run.rank, str(getattr(error, "filename", None) or job.target), error)
     _prune(job)
     return ""
 
 
 def _prune(job: _Job) -> None:
     """Delete the numbered checkpoints above the limit; a failure is only logged."""
-    newest = job.manifest.iteration
-    if newest is None or job.limit is None:
+    newest, limit = job.manifest.iteration, job.run.project.total_limit
+    if newest is None or limit is None:
         return
     project = job.target.parent
     try:
-        complete = folder.list_complete(project)
+        older = sorted({*folder.list_complete(project)} - {newest})
     except OSError as error:
         logger.warning("No older checkpoints were deleted, since %s cannot be listed: %s", project, error)
         return
-    older = sorted({*complete} - {newest})
-    for iteration in older[: max(0, len(older) + 1 - max(1, job.limit))]:
+    for iteration in older[: max(0, len(older) + 1 - max(1, limit))]:
         try:
             folder.delete(project / layout.numbered_name(iteration))
         except OSError as error:
@@ -430,7 +518,7 @@ class Saving:
         work: Writes and commits it.
     """
 
-    def __init__(self, path: str, work: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, path: str, work: Callable[[], None] | None = None) -> None:
         self._path = path
         self._work = work
         self._error: BaseException | None = None
@@ -482,8 +570,10 @@ class Saving:
         return f"Saving({self._path!r}, done={self.done})"
 
     def _run(self) -> None:
+        work, self._work = self._work, None  # it refers to the run, and so to its models
         try:
-            self._work()
+            if work is not None:
+                work()
         except BaseException as error:  # noqa: BLE001 - the main thread raises it, whatever it is
             self._error = error
             logger.error("%s", error)

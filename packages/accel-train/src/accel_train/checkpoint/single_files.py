@@ -6,7 +6,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,35 +29,27 @@ from accel_state.files import any_path, local_path
 from accel_state.logging import get_logger
 from accel_state.partial_state import PartialState
 from accel_state.remote import AnyPath, RemotePath
-from accel_state.topology import Topology
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.contents import (
-    MODEL_KEY,
-    OPTIMIZER_KEY,
-    parts_of_folder,
-    rank_files,
-    restore_model_shards,
-    restore_optimizer_shards,
-    shared_parts,
-)
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.files import make_folder, move, remove, write_file
 from accel_train.checkpoint.folder import read_manifest
+from accel_train.checkpoint.layout import MODEL_KEY
 from accel_train.checkpoint.load import (
     CheckpointReader,
     restore_model,
+    restore_model_shards,
+    restore_optimizer_shards,
     restore_positions,
     restore_rng,
     restore_states,
     step_of,
 )
+from accel_train.checkpoint.save import rank_files, shard_files, shared_files
 from accel_train.checkpoint.staging import location_of, read_object, write_object
 
 if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
     from torch.optim import Optimizer
-
-    from accel_plugins.unsharded import States
 
 logger = get_logger(__name__)
 
@@ -95,19 +87,20 @@ def save_accelerator_state(
         The folder.
     """
     current = runtime.active
-    target = _make_folder(output_dir)
+    target = local_path(output_dir, "output_dir")
+    make_folder(target)
     writes = current.topology.is_local_main if save_on_each_node else process_index == 0
     if writes:
         remove(target / layout.MANIFEST_NAME)  # of a checkpoint whose files are replaced
-    parts = rank_files(dataloaders, rank=process_index, device=current.device, step=step)
+    files = rank_files(dataloaders, rank=process_index, device=current.device, step=step)
     states = [optimizer.state_dict() for optimizer in optimizers]
     if writes:
         of_scaler = {} if scaler is None else scaler.state_dict()
-        parts += shared_parts(
+        files += shared_files(
             model_states, states, schedulers, dataloaders, of_scaler, safe=safe_serialization
         )
-    for part in parts:
-        _write(target / part.name, part.write_to)
+    for name, state, write in files:
+        _write(target / name, partial(write, state))
     return target
 
 
@@ -179,7 +172,7 @@ def save_custom_state(
     topology = runtime.active.topology
     if topology.is_local_main if save_on_each_node else topology.is_main:
         file = local_path(path, "path") / layout.custom_name(index)
-        _write(file, lambda sink: write_object(obj.state_dict(), sink))
+        _write(file, partial(write_object, obj.state_dict()))
 
 
 def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
@@ -228,16 +221,16 @@ def save_fsdp_model(
         use_dcp: Has no effect, as shards always go to a folder that any number of ranks can read; a warning
             says so.
     """
-    access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
-    with access.saving():
-        folder = _make_folder(output_dir)
-    if access.form is StateForm.FULL:
-        with access.saving():
-            state = access.states.full_state_dict(model, keep=access.topology.is_main)
+    run, folder = _run_of(accelerator, use_dcp=use_dcp), local_path(output_dir, "output_dir")
+    states = run.strategy.states
+    if form_of(fsdp_plugin) is StateForm.FULL:
+        with run.raising_everywhere(*_SAVING):
+            state = states.full_state_dict(model, keep=run.rank == 0)
+            make_folder(folder)
             save(_adapter_of(model, state, adapter_only), folder / layout.fsdp_weights_name(model_index))
     else:
-        state = _adapter_of(model, access.states.model_tensors(model), adapter_only)
-        _write_folder(access, folder / layout.sharded_model_name(model_index), {MODEL_KEY: state})
+        state = _adapter_of(model, states.model_tensors(model), adapter_only)
+        _write_folder(run, folder / layout.sharded_model_name(model_index), model=state)
     accelerator.wait_for_everyone()
 
 
@@ -264,17 +257,16 @@ def load_fsdp_model(
     Raises:
         CheckpointError: There is no such model, or it does not fit.
     """
-    access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
-    folder = local_path(input_dir, "input_dir")
+    run, folder = _run_of(accelerator, use_dcp=use_dcp), local_path(input_dir, "input_dir")
     strict = {"strict": False} if adapter_only and _has_adapter(model) else {}
-    if access.form is StateForm.FULL:
-        with access.run.raising_everywhere("load_fsdp_model()"):
-            state: Any = read_object(_require_file(folder / layout.fsdp_weights_name(model_index)))
-        access.states.load_full_state_dict(model, state, **strict)
+    if form_of(fsdp_plugin) is StateForm.FULL:
+        with run.raising_everywhere("load_fsdp_model()"):
+            state: Any = _read_file(folder / layout.fsdp_weights_name(model_index))
+        run.strategy.states.load_full_state_dict(model, state, **strict)
     else:
-        with access.run.raising_everywhere("load_fsdp_model()"):
+        with run.raising_everywhere("load_fsdp_model()"):
             source = _shards_in(folder, layout.sharded_model_name(model_index))
-        restore_model_shards(access.run, source, model, **strict)
+        restore_model_shards(run, source, model, **strict)
     accelerator.wait_for_everyone()
 
 
@@ -298,17 +290,16 @@ def save_fsdp_optimizer(
         optimizer_index: Number of the optimizer, part of the name.
         use_dcp: As for `save_fsdp_model`.
     """
-    access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
-    inner = without_wrapper(optimizer)
-    with access.saving():
-        folder = _make_folder(output_dir)
-    if access.form is StateForm.FULL:
-        with access.saving():
-            state = access.states.full_optimizer_state(inner, [model], keep=access.topology.is_main)
+    run, folder = _run_of(accelerator, use_dcp=use_dcp), local_path(output_dir, "output_dir")
+    states, inner = run.strategy.states, without_wrapper(optimizer)
+    if form_of(fsdp_plugin) is StateForm.FULL:
+        with run.raising_everywhere(*_SAVING):
+            state = states.full_optimizer_state(inner, [model], keep=run.rank == 0)
+            make_folder(folder)
             save(state, folder / layout.optimizer_name(optimizer_index))
     else:
-        state = access.states.optimizer_tensors(inner, [model])
-        _write_folder(access, folder / layout.sharded_optimizer_name(optimizer_index), {OPTIMIZER_KEY: state})
+        state = states.optimizer_tensors(inner, [model])
+        _write_folder(run, folder / layout.sharded_optimizer_name(optimizer_index), optimizer=state)
     accelerator.wait_for_everyone()
 
 
@@ -338,53 +329,47 @@ def load_fsdp_optimizer(
         CheckpointError: There is no such optimizer, or it has other parameters.
     """
     del adapter_only
-    access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
-    folder, inner = local_path(input_dir, "input_dir"), without_wrapper(optimizer)
-    if access.form is StateForm.FULL:
-        with access.run.raising_everywhere("load_fsdp_optimizer()"):
-            state: Any = read_object(_require_file(folder / layout.optimizer_name(optimizer_index)))
-        access.states.load_full_optimizer_state(inner, [model], state)
+    run, folder = _run_of(accelerator, use_dcp=use_dcp), local_path(input_dir, "input_dir")
+    inner = without_wrapper(optimizer)
+    if form_of(fsdp_plugin) is StateForm.FULL:
+        with run.raising_everywhere("load_fsdp_optimizer()"):
+            state: Any = _read_file(folder / layout.optimizer_name(optimizer_index))
+        run.strategy.states.load_full_optimizer_state(inner, [model], state)
     else:
-        with access.run.raising_everywhere("load_fsdp_optimizer()"):
+        with run.raising_everywhere("load_fsdp_optimizer()"):
             source = _shards_in(folder, layout.sharded_optimizer_name(optimizer_index))
-        restore_optimizer_shards(access.run, source, inner)
+        restore_optimizer_shards(run, source, inner)
     accelerator.wait_for_everyone()
 
 
-class _Access:
-    """The parts of an accelerator's strategy that these functions use."""
-
-    def __init__(self, accelerator: Any, plugin: FullyShardedDataParallelPlugin, *, use_dcp: bool) -> None:
-        parts = accelerator._parts
-        self.form = form_of(plugin)
-        if not use_dcp:
-            logger.warning_once("use_dcp=False has no effect: shards go to a folder that any run can read.")
-        self.run: CheckpointContext = parts.checkpoints
-        self.states: States = parts.strategy.states
-        self.topology: Topology = parts.runtime.topology
-        if not parts.strategy.states.is_sharded:
-            raise SettingsError(
-                f"The strategy {parts.strategy.name!r} does not shard anything. Use save_state() and "
-                "load_state(), which work under every strategy."
-            )
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Return a block whose error on one rank is one on all."""
-        return self.run.raising_everywhere("save_fsdp_*()", CheckpointWriteError)
+_SAVING = "save_fsdp_*()", CheckpointWriteError
 
 
-def _write_folder(access: _Access, folder: Path, state: Mapping[str, Any]) -> None:
+def _run_of(accelerator: Any, *, use_dcp: bool) -> CheckpointContext:
+    """Return the objects of an accelerator that shards models."""
+    run: CheckpointContext = accelerator._parts.checkpoints
+    if not use_dcp:
+        logger.warning_once("use_dcp=False has no effect: shards go to a folder that any run can read.")
+    if not run.strategy.states.is_sharded:
+        raise SettingsError(
+            f"The strategy {run.strategy.name!r} does not shard anything. Use save_state() and "
+            "load_state(), which work under every strategy."
+        )
+    return run
+
+
+def _write_folder(run: CheckpointContext, folder: Path, **state: Any) -> None:
     """Write the shards of this rank; when all ranks are done, the main process writes the index."""
-    with access.saving():
+    with run.raising_everywhere(*_SAVING):
         make_folder(folder)
-        if access.topology.is_main:
+        if run.rank == 0:
             remove(folder / INDEX_NAME)  # an earlier save is no longer complete
-    with access.saving():
-        for part in parts_of_folder(access.run, folder.name, state):
-            write_file(folder.parent / part.name, part.write_to, to_disk=True)
-    with access.saving():
-        if access.topology.is_main:
-            sharding.folder.write_index(folder, range(access.topology.world_size))
+    with run.raising_everywhere(*_SAVING):
+        for file in shard_files(run, folder.name, **state):
+            write_file(folder.parent / file.name, partial(file.write, file.state), to_disk=True)
+    with run.raising_everywhere(*_SAVING):
+        if run.rank == 0:
+            sharding.folder.write_index(folder, range(run.runtime.topology.world_size))
 
 
 def _has_adapter(model: nn.Module) -> bool:
@@ -403,16 +388,10 @@ def _adapter_of(model: nn.Module, state: Mapping[str, Any], adapter_only: bool) 
     return {name: value for name, value in state.items() if strip_wrapper_prefixes(name) in names}
 
 
-def _make_folder(folder: str | os.PathLike[str]) -> Path:
-    path = local_path(folder, "output_dir")
-    make_folder(path)
-    return path
-
-
-def _require_file(path: Path) -> Path:
+def _read_file(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointError(f"{str(path)!r} does not exist.")
-    return path
+    return read_object(path)
 
 
 def _shards_in(path: Path, name: str) -> Path:
@@ -451,8 +430,7 @@ def merge_fsdp_weights(
         try:
             folder = _folder_of_model(any_path(checkpoint_dir, "checkpoint_dir"))
             if remove_checkpoint_dir:
-                _check_outside(folder, any_path(output_path, "output_path"))
-                _check_weights_alone(folder)
+                _check_removable(folder, any_path(output_path, "output_path"))
             merge_folder(checkpoint_dir, output_path, safe_serialization)
             if remove_checkpoint_dir:
                 folder.remove_tree() if isinstance(folder, RemotePath) else remove(folder)
@@ -464,16 +442,14 @@ def merge_fsdp_weights(
         raise failure[0]
 
 
-def _check_outside(folder: AnyPath, path: AnyPath) -> None:
-    outer, inner = (str(each.resolve() if isinstance(each, Path) else each) for each in (folder, path))
+def _check_removable(folder: AnyPath, output_path: AnyPath) -> None:
+    """Refuse to delete a folder of shards that the merged file would be in, or that holds more."""
+    outer, inner = (str(each.resolve() if isinstance(each, Path) else each) for each in (folder, output_path))
     if f"{inner}/".startswith(f"{outer}/"):
         raise SettingsError(
-            f"output_path={str(path)!r} is inside of the folder that remove_checkpoint_dir=True deletes: "
-            "pass another one."
+            f"output_path={str(output_path)!r} is inside of the folder that remove_checkpoint_dir=True "
+            "deletes: pass another one."
         )
-
-
-def _check_weights_alone(folder: AnyPath) -> None:
     entries = sharding.folder.entries(sharding.folder.read_index(folder))
     tables = {str(entry.path[0]) for entry in entries if len(entry.path) > 1}
     if MODEL_KEY in tables and len(tables) > 1:
