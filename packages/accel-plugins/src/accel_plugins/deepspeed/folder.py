@@ -6,6 +6,7 @@ DeepSpeed need not be installed.
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 import pkgutil
@@ -65,17 +66,16 @@ def engine_folder(directory: AnyPath, name: str, index: int) -> AnyPath:
 
 def _list_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     """Return the files whose names match a pattern, in the order of ranks."""
-    paths: list[tuple[int, Path]] = []
+    paths: dict[int, Path] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
-        match = pattern.fullmatch(path.name)
-        if match is not None and int(match[2]):
-            raise CheckpointError(
-                f"{str(path)!r} is of a tensor- or pipeline-parallel model, which cannot be converted. "
-                "Load it with the engine that saved it."
-            )
-        if match is not None:
-            paths.append((int(match[1] or 0), path))
-    return [path for _, path in sorted(paths)]
+        if match := pattern.fullmatch(path.name):
+            if int(match[2]):
+                raise CheckpointError(
+                    f"{str(path)!r} is of a tensor- or pipeline-parallel model, which cannot be converted. "
+                    "Load it with the engine that saved it."
+                )
+            paths[int(match[1] or 0)] = path
+    return [paths[rank] for rank in sorted(paths)]
 
 
 Assemble = Callable[[Sequence[Tensor], torch.Size], Any]
@@ -164,23 +164,19 @@ class EngineFolder:
         for name in sorted({name for base in bases for entry in base["state"].values() for name in entry}):
             shards = [
                 [
-                    base["state"].get(index, {}).get(name)
+                    base["state"].get(i, {}).get(name)
                     for group in base["param_groups"]
-                    for index in group["params"]
+                    for i in group["params"]
                 ]
                 for base in bases
             ]
-            flat = [
-                all(isinstance(value, torch.Tensor) and value.dim() for value in column)
-                for column in zip(*shards, strict=True)
-            ]
-            if all(flat):
+            if all(isinstance(value, Tensor) and value.dim() for rank in shards for value in rank):
                 for parameter, value in self._unflatten(shards, assemble):
                     states[parameter][name] = value
                 continue
             for group, value in zip(self._shapes(), shards[0], strict=False):
                 for parameter in group:  # Each parameter has its own step.
-                    states[parameter][name] = value.clone() if isinstance(value, torch.Tensor) else value
+                    states[parameter][name] = copy.deepcopy(value)
         shapes = iter(self._shapes())  # a group has one flat tensor, or several at stage 3
         groups = [
             {
@@ -268,31 +264,27 @@ _OBJECTS: dict[str, str] = {
 }
 
 
-_NAMESPACE = ("argparse", "Namespace")  # Megatron's arguments
-
-
 class _Unpickler(RestrictedUnpickler):
     allowed: ClassVar = _TENSORS
+    for_engine: ClassVar = False
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return one of the allowed classes, or a placeholder for DeepSpeed's and Megatron's."""
-        if module_name.partition(".")[0] == "megatron" or (module_name, global_name) == _NAMESPACE:
+        library = module_name.partition(".")[0]
+        if library == "deepspeed" and self.for_engine:
+            if global_name not in _OBJECTS:
+                raise pickle.UnpicklingError(f"deepspeed's {global_name} is not allowed in a checkpoint")
+            return getattr(ds_module(_OBJECTS[global_name]), global_name)
+        if library == "deepspeed" and global_name == "ZeroStageEnum":
+            return int
+        # The last one has Megatron's arguments.
+        if library in {"deepspeed", "megatron"} or (module_name, global_name) == ("argparse", "Namespace"):
             return Opaque
-        if module_name.partition(".")[0] == "deepspeed":
-            return self.of_deepspeed(global_name)
         return super().find_class(module_name, global_name)
-
-    def of_deepspeed(self, name: str) -> Any:
-        """Return a placeholder."""
-        return int if name == "ZeroStageEnum" else Opaque
 
 
 class _EngineUnpickler(_Unpickler):
-    def of_deepspeed(self, name: str) -> Any:
-        """Return one of the classes that an engine needs."""
-        if name not in _OBJECTS:
-            raise pickle.UnpicklingError(f"deepspeed's {name} is not allowed in a checkpoint of tensors")
-        return getattr(ds_module(_OBJECTS[name]), name)
+    for_engine = True
 
 
 def _find(directory: AnyPath, name: str, index: int) -> AnyPath | None:

@@ -94,10 +94,9 @@ class DeepSpeedStrategy(Strategy):
             self.ulysses, self.sequence_options = Ulysses(self.mesh["sp"], averages_losses=False), options
             length = None if options.sp_seq_length_is_variable else options.sp_seq_length
             self.shard_sequences = replace(self.ulysses.shard, length=length)
-        self.sequence_size = 1 if self.ulysses is None else self.ulysses.size
+        sharers = 1 if self.ulysses is None else self.ulysses.size
         self.sharding = BatchSharding(
-            num_shards=topology.world_size // self.sequence_size,
-            shard_index=topology.rank // self.sequence_size,
+            num_shards=topology.world_size // sharers, shard_index=topology.rank // sharers
         )
         self._wrapper: DeepSpeedEngineWrapper | None = None
         self.states = DeepSpeedStates(self)
@@ -127,10 +126,9 @@ class DeepSpeedStrategy(Strategy):
                 builder = device.create_op_builder("AsyncIOBuilder")
                 if builder is None or not builder.is_compatible(verbose=False):
                     raise MissingDependencyError(
-                        f"offload_{what}_device='nvme' needs DeepSpeed's operation async_io, which cannot be "
-                        "built on this host: install a C++ compiler and libaio with its headers (package "
-                        "libaio-dev on Debian and Ubuntu, libaio-devel on others; set CFLAGS and LDFLAGS for "
-                        f"other paths), or use offload_{what}_device='cpu'."
+                        f"offload_{what}_device='nvme' needs DeepSpeed's operation async_io: install a C++ "
+                        "compiler and libaio with its headers (libaio-dev on Debian and Ubuntu, libaio-devel "
+                        f"on others), or use offload_{what}_device='cpu'."
                     )
         # 2. Check the prepared objects.
         check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.has_engine)
@@ -388,70 +386,59 @@ def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) ->
         raise UnsupportedError(
             f"prepare() got {len(models)} model(s) and {len(optimizers)} optimizer(s)"
             f"{', after a model to train was prepared' if trains else ''}: with DeepSpeed, an Accelerator "
-            "trains one model with one optimizer. Create another Accelerator for each further one, with "
-            "its own plugin (deepspeed_plugins={name: plugin}), or call free_memory() to release the "
-            "first one."
+            "trains one model with one optimizer. Create another Accelerator with its own plugin for each "
+            "further one (deepspeed_plugins={name: plugin}), or call free_memory() to release the first one."
         )
-    if not optimizers and any(isinstance(item, DummyScheduler) for item in bundle.schedulers):
+    if not optimizers and _find_placeholder(bundle) is not None:
         raise SettingsError(
             "DummyScheduler is a placeholder for the scheduler of DeepSpeed's engine: pass it to the call of "
             "accelerator.prepare() that gets the model and its optimizer."
         )
     if not optimizers:
         return
-    _check_optimizer(config, optimizers[0], models[0])
-    described = config.get_value("scheduler")
-    for scheduler in bundle.schedulers:
-        is_placeholder = isinstance(scheduler, DummyScheduler)
-        if not is_placeholder and not isinstance(scheduler, LRScheduler):
-            continue
-        if is_placeholder and described is None and scheduler.lr_scheduler_callable is None:
+    # 1. An optimizer or a schedule of the configuration has a placeholder, and only that.
+    optimizer: Any = optimizers[0]
+    rows = [("optimizer", optimizer, isinstance(optimizer, DummyOptim), False)]
+    for item in bundle.schedulers:
+        if isinstance(item, DummyScheduler):
+            rows.append(("scheduler", item, True, item.lr_scheduler_callable is not None))
+        elif isinstance(item, LRScheduler):
+            rows.append(("scheduler", item, False, False))
+    for key, item, is_placeholder, has_own in rows:
+        described, name = config.get_value(key), type(item).__name__
+        if is_placeholder and described is None and not has_own:
             raise SettingsError(
-                "DummyScheduler is a placeholder for the scheduler of the DeepSpeed configuration, which has "
-                'none: add "scheduler" to the configuration, give an lr_scheduler_callable, or pass a '
-                "scheduler of PyTorch."
+                f"{name} is a placeholder for the {key} of the DeepSpeed configuration, which has none: add "
+                f'"{key}" to the configuration, or pass one of PyTorch.'
             )
-        if described is not None and (not is_placeholder or scheduler.lr_scheduler_callable is not None):
+        if described is not None and (not is_placeholder or has_own):
             raise SettingsError(
-                f"The DeepSpeed configuration has scheduler={described!r}, but prepare() got another one: "
-                'remove "scheduler" from the configuration, or pass a DummyScheduler without '
-                "lr_scheduler_callable."
+                f"The DeepSpeed configuration has {key}={described!r}, but prepare() got {name} as well: "
+                f'remove "{key}" from the configuration, or pass a placeholder (DummyOptim, DummyScheduler '
+                "without lr_scheduler_callable)."
             )
-
-
-def _check_optimizer(config: HfDeepSpeedConfig, optimizer: Any, model: nn.Module) -> None:
-    described = config.get_value("optimizer")
+    # 2. The optimizer is one that the engine can step, of parameters of the model.
     if isinstance(optimizer, DummyOptim):
-        if described is None:
-            raise SettingsError(
-                "DummyOptim is a placeholder for the optimizer of the DeepSpeed configuration, which has "
-                'none: add "optimizer" to the configuration, or pass an optimizer of PyTorch.'
-            )
-        tensors = [*chain.from_iterable(optimizer.groups())]
+        groups = optimizer.groups()
     else:
-        if described is not None:
-            raise SettingsError(
-                f"The DeepSpeed configuration has optimizer={described!r}, but prepare() got "
-                f'{type(optimizer).__name__}: remove "optimizer" from the configuration, or pass a '
-                "DummyOptim."
-            )
-        if isinstance(optimizer, Muon | HostAdamW):
-            raise SettingsError(
-                f"{type(optimizer).__name__} needs parameters sharded by PyTorch, but DeepSpeed steps flat "
-                "partitions of them: use FSDP2, or an optimizer of DeepSpeed's configuration."
-            )
-        groups, stage = optimizer.param_groups, config.get_value("zero_optimization.stage")
-        if isinstance(optimizer, Adagrad) and len(groups) > 1 and stage in {1, 2}:
-            raise SettingsError(
-                f"Adagrad with {len(groups)} parameter groups: stage {stage} of DeepSpeed keeps only the "
-                "first. Use zero_stage=0 or 3, or a single group."
-            )
-        tensors = [tensor for group in groups for tensor in group["params"]]
-    model_parameters = {id(parameter) for parameter in model.parameters()}
-    foreign = [tensor for tensor in tensors if id(tensor) not in model_parameters]
-    if foreign or not tensors:
+        groups = [group["params"] for group in optimizer.param_groups]
+    if isinstance(optimizer, Muon | HostAdamW):
         raise SettingsError(
-            f"{len(foreign)} of the {len(tensors)} parameter(s) of {type(optimizer).__name__} do not belong "
-            f"to the {type(model).__name__} that is prepared with it: create the optimizer from the "
+            f"{type(optimizer).__name__} needs parameters sharded by PyTorch, but DeepSpeed steps flat "
+            "partitions of them: use FSDP2, or an optimizer of DeepSpeed's configuration."
+        )
+    stage = config.get_value("zero_optimization.stage")
+    if isinstance(optimizer, Adagrad) and len(groups) > 1 and stage in {1, 2}:
+        raise SettingsError(
+            f"Adagrad with {len(groups)} parameter groups: stage {stage} of DeepSpeed keeps only the "
+            "first. Use zero_stage=0 or 3, or a single group."
+        )
+    own = {id(parameter) for parameter in models[0].parameters()}
+    tensors = [*chain.from_iterable(groups)]
+    if not tensors or not own.issuperset(map(id, tensors)):
+        foreign = sum(id(tensor) not in own for tensor in tensors)
+        raise SettingsError(
+            f"{foreign} of the {len(tensors)} parameter(s) of {type(optimizer).__name__} do not belong "
+            f"to the {type(models[0]).__name__} that is prepared with it: create the optimizer from the "
             "parameters of that model (not of a copy, and after its parameters were replaced)."
         )
