@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -57,9 +57,9 @@ class OptimizerContents:
         }
 
 
-@frozen
+@dataclass
 class CheckpointContents:
-    """The contents of a checkpoint; tensors are read lazily.
+    """The contents of a checkpoint, which its reader fills; tensors are read lazily.
 
     Attributes:
         form: Its format, in words.
@@ -72,12 +72,12 @@ class CheckpointContents:
     """
 
     form: str
-    models: Sequence[Mapping[str, LazyTensor]]
-    optimizers: Sequence[OptimizerContents] = ()
-    state_files: Mapping[str, AnyPath] = field(default_factory=dict[str, AnyPath])
-    config_files: Mapping[str, AnyPath] = field(default_factory=dict[str, AnyPath])
+    models: list[Mapping[str, LazyTensor]] = field(default_factory=list[Mapping[str, LazyTensor]])
+    optimizers: list[OptimizerContents] = field(default_factory=list[OptimizerContents])
+    state_files: dict[str, AnyPath] = field(default_factory=dict[str, AnyPath])
+    config_files: dict[str, AnyPath] = field(default_factory=dict[str, AnyPath])
     manifest: Manifest | None = None
-    dropped: Sequence[str] = ()
+    dropped: list[str] = field(default_factory=list[str])
 
     def tensors(self) -> Iterator[tuple[Label, LazyTensor]]:
         """Yield all tensors with labels that do not depend on the format."""
@@ -86,17 +86,42 @@ class CheckpointContents:
         for index, optimizer in enumerate(self.optimizers):
             yield from ((("optimizer", index, *path), lazy) for path, lazy in optimizer.tensors())
 
+    def weights_in(self, state: Mapping[str, Any], where: str) -> dict[str, LazyTensor]:
+        """Return the tensors of nested dictionaries by dotted name; other values are dropped."""
+        weights: dict[str, LazyTensor] = {}
+        for path, value in leaves(state):
+            name = ".".join(map(str, path))
+            if isinstance(value, LazyTensor):
+                weights[name] = value
+            else:
+                self.dropped.append(f"{where}: {name}, which is no tensor")
+        return weights
 
-def weights_in(state: Mapping[str, Any], where: str, dropped: list[str]) -> dict[str, LazyTensor]:
-    """Return the tensors of nested dictionaries by dotted name; record other values in `dropped`."""
-    weights: dict[str, LazyTensor] = {}
-    for path, value in leaves(state):
-        name = ".".join(map(str, path))
-        if isinstance(value, LazyTensor):
-            weights[name] = value
-        else:
-            dropped.append(f"{where}: {name}, which is no tensor")
-    return weights
+    def add_files(self, folder: AnyPath, was_read: Callable[[str], bool] = lambda _: False) -> None:
+        """Add the other files of a state, and those that describe its model; drop all others.
+
+        Args:
+            folder: The folder of the checkpoint.
+            was_read: Returns whether a top-level file or folder was read.
+        """
+        lost: list[str] = []
+        for name in sizes_in(folder):
+            top = PurePosixPath(name).parts[0]
+            if _READ.fullmatch(name) or was_read(top):
+                continue
+            if name == top and layout.is_of_checkpoint(name):
+                self.state_files[name] = folder / name
+            elif name == top and top.endswith((".json", ".txt", ".model", ".jinja")):
+                self.config_files[name] = folder / name
+            else:
+                lost.append(name)
+        self.dropped += [f"file {some_of(lost)}"] if lost else []
+
+    def add_state(self, folder: AnyPath, was_read: Callable[[str], bool] = lambda _: False) -> None:
+        """Add the files and the manifest of a state, and check its files."""
+        self.add_files(folder, was_read)
+        self.manifest = read_manifest(folder)
+        check(folder, self.manifest)
 
 
 Label = tuple[str | int, ...]
@@ -131,32 +156,6 @@ def lazy_of(tensor: Tensor) -> LazyTensor:
     )
 
 
-def of_state(
-    folder: AnyPath,
-    form: str,
-    models: list[dict[str, LazyTensor]],
-    optimizers: list[OptimizerContents],
-    dropped: list[str],
-    read: Callable[[str], bool] = lambda _: False,
-) -> CheckpointContents:
-    """Return the contents of a state, with the files beside its models and optimizers.
-
-    `read` returns whether a top-level file or folder was read.
-    """
-    files, described, lost = other_files(folder, read)
-    manifest = read_manifest(folder)
-    check(folder, manifest)
-    return CheckpointContents(
-        form=form,
-        models=models,
-        optimizers=optimizers,
-        state_files=files,
-        config_files=described,
-        manifest=manifest,
-        dropped=[*dropped, *lost],
-    )
-
-
 _READ = re.compile(
     rf"""(({layout.FSDP_MODEL_NAME}|{layout.OPTIMIZER_NAME})_\d+(/.*)?
     |({MODEL_NAME}|{layout.FSDP_MODEL_NAME}|{layout.OPTIMIZER_NAME})(_\d+)?\.bin
@@ -166,26 +165,3 @@ _READ = re.compile(
     |{re.escape(layout.MANIFEST_NAME)})""",
     re.VERBOSE,
 )
-_DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")
-
-
-def other_files(
-    folder: AnyPath, read: Callable[[str], bool]
-) -> tuple[dict[str, AnyPath], dict[str, AnyPath], list[str]]:
-    """Return the files of a state, the files that describe a model, and a phrase about the others."""
-    state_files: dict[str, AnyPath] = {}
-    described: dict[str, AnyPath] = {}
-    lost: list[str] = []
-    for name in sizes_in(folder):
-        top = PurePosixPath(name).parts[0]
-        if _READ.fullmatch(name) or read(top):
-            continue
-        if name != top:
-            lost.append(name)
-        elif layout.is_of_checkpoint(name):
-            state_files[name] = folder / name
-        elif top.endswith(_DESCRIPTIONS):
-            described[name] = folder / name
-        else:
-            lost.append(name)
-    return state_files, described, [f"file {some_of(lost)}"] if lost else []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_convert.contents import CheckpointContents, OptimizerContents, of_state, weights_in
+from accel_convert.contents import CheckpointContents, OptimizerContents
 from accel_convert.names import name_parameters
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.lazy_tensors import LazyTensor
@@ -29,29 +29,20 @@ def read_engine_state(folder: AnyPath) -> CheckpointContents | None:
     engines = [folder] if is_engine_folder(folder) else [*takewhile(is_engine_folder, _engines(folder))]
     if not engines:
         return None
-    models: list[dict[str, LazyTensor]] = []
-    optimizers: list[OptimizerContents] = []
-    dropped: list[str] = []
+    contents = CheckpointContents(form="checkpoint of DeepSpeed")
     for index, engine in enumerate(engines):
         saved = read_folder(_local(engine))
-        weights = weights_in(_lazily(saved.weights(_from_parts)), engine.name, dropped)
-        models.append(weights)
+        weights = contents.weights_in(_lazily(saved.weights(_from_parts)), engine.name)
+        contents.models.append(weights)
         try:
-            numbered = saved.numbered_optimizer()
-            state = _lazily(saved.optimizer(_from_parts) if numbered is None else numbered)
+            state = saved.numbered_optimizer() or saved.optimizer(_from_parts)
+            contents.optimizers.append(name_parameters(_lazily(state), weights))
         except CheckpointError as error:
-            dropped.append(f"optimizer {index}: {error}")
-            continue
-        if numbered is None:
-            optimizers.append(OptimizerContents(states=state["state"], groups=state["param_groups"]))
-        else:
-            named = name_parameters(state["state"], state["param_groups"], weights, in_order=True)
-            optimizers.append(named)
-    form = "checkpoint of DeepSpeed"
-    if engines == [folder]:
-        return CheckpointContents(form=form, models=models, optimizers=optimizers, dropped=dropped)
-    read = {engine.name for engine in engines} | layout.ENGINE_ROOT_FILES
-    return of_state(folder, form, models, optimizers, dropped, read.__contains__)
+            contents.dropped.append(f"optimizer {index}: {error}")
+    if engines != [folder]:
+        read = {engine.name for engine in engines} | layout.ENGINE_ROOT_FILES
+        contents.add_state(folder, read.__contains__)
+    return contents
 
 
 def _engines(folder: AnyPath) -> Iterator[AnyPath]:
@@ -86,8 +77,9 @@ def read_universal(folder: AnyPath) -> CheckpointContents | None:
         return None
     folder = _local(folder)
     saved = load_file(folder / model.name)
-    dropped: list[str] = []
-    weights = weights_in(_lazily(dict(saved["module"])), folder.name, dropped)
+    contents = CheckpointContents(form="universal checkpoint of DeepSpeed")
+    weights = contents.weights_in(_lazily(dict(saved["module"])), folder.name)
+    contents.models.append(weights)
     shapes = {name: shape for group in saved["param_shapes"] for name, shape in group.items()}
     states: dict[str | int, dict[str, Any]] = {}
     for parameter in sorted((folder / "zero").iterdir()):
@@ -101,7 +93,6 @@ def read_universal(folder: AnyPath) -> CheckpointContents | None:
         weights[parameter.name] = values.pop("fp32")
         if values:  # buffers have none
             states[parameter.name] = values
-    optimizers: list[OptimizerContents] = []
     common = folder / "zero" / "optimizer_state.pt"
     names = [[*group] for group in saved["param_shapes"]]
     if common.is_file() and shapes.keys() == states.keys():
@@ -116,11 +107,11 @@ def read_universal(folder: AnyPath) -> CheckpointContents | None:
             values |= {key: _lazily(value) for key, value in counters.items() if key not in values}
         of_group = zip(shared["param_groups"], names, strict=True)
         groups = [{**_lazily(group), "params": of_names} for group, of_names in of_group]
-        optimizers.append(OptimizerContents(states=states, groups=groups))
+        contents.optimizers.append(OptimizerContents(states=states, groups=groups))
     else:
-        dropped.append("optimizer 0: zero/optimizer_state.pt, which has its groups, does not exist")
-    form = "universal checkpoint of DeepSpeed"
-    return CheckpointContents(form=form, models=[weights], optimizers=optimizers, dropped=dropped)
+        reason = "zero/optimizer_state.pt, which has its groups, does not exist"
+        contents.dropped.append(f"optimizer 0: {reason}")
+    return contents
 
 
 def _lazily(tree: Any) -> Any:

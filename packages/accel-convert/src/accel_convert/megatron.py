@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -50,14 +49,10 @@ def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents |
                 f"{str(folder / _LATEST_FILE)!r} has {text[:40]!r}, which is not an iteration."
             )
         folder = folder / (text if text == "release" else f"iter_{int(text):07d}")
-    elif (
-        not (folder / _BACKEND_FILE).is_file()
-        or b"sharded_backend"
-        not in (
-            folder / _BACKEND_FILE  # a name that other libraries use, too
-        ).read_bytes()
-    ):
-        return None
+    else:
+        backend_file = folder / _BACKEND_FILE  # other libraries have files of that name
+        if not backend_file.is_file() or b"sharded_backend" not in backend_file.read_bytes():
+            return None
     described = read_json(folder / _BACKEND_FILE)
     backend = described.get("sharded_backend") if isinstance(described, dict) else None
     if backend != "torch_dist":
@@ -68,6 +63,7 @@ def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents |
     state, refused = read_lazily(folder, read_index(folder))
     weights: dict[str, LazyTensor] = {}
     states: dict[str, dict[str, LazyTensor]] = {}
+    contents = CheckpointContents(form="checkpoint of Megatron's dist_checkpointing")
     lost, latest = list(refused), _Latest()
     for name, value in state.items():
         match = _OPTIMIZER.fullmatch(name)
@@ -77,34 +73,29 @@ def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents |
             weights |= _by_layer(name, value, latest)
         else:
             states.setdefault(match["key"], {}).update(_by_layer(match["name"], value, latest))
-    dropped = [f"{some_of(lost)}, which are not tensors of the model or its optimizer"] if lost else []
+    if lost:
+        contents.dropped.append(f"{some_of(lost)}, which are not tensors of the model or its optimizer")
     for key in _MASTERS & states.keys():
         weights |= {name: lazy for name, lazy in states.pop(key).items() if name in weights}
     # 2. Convert them to the names and layout of transformers.
-    config_files: dict[str, AnyPath] = {}
     if base is not None:
         rows = _rows(base, weights)
         weights = _unpacked(weights, rows, folder, latest)
         states = {key: _unpacked(values, rows, folder, latest) for key, values in states.items()}
-        config_files = {
+        contents.config_files = {
             path.name: path
             for path in base.iterdir()
             if path.suffix in {".json", ".txt", ".model"} and not path.name.endswith(".index.json")
         }
+    contents.models.append(weights)
     # 3. Add the groups of the optimizer.
-    optimizers: list[OptimizerContents] = []
     if states:
         try:
-            optimizers.append(_optimizer(folder, weights, states))
+            contents.optimizers.append(_optimizer(folder, weights, states))
         except CheckpointError as error:
-            dropped.append(f"optimizer 0: {error}")
-    return CheckpointContents(
-        form="checkpoint of Megatron's dist_checkpointing",
-        models=[weights],
-        optimizers=optimizers,
-        config_files=config_files,
-        dropped=[*dropped, f"{_COMMON_FILE}: arguments, schedules and random numbers"],
-    )
+            contents.dropped.append(f"optimizer 0: {error}")
+    contents.dropped.append(f"{_COMMON_FILE}: arguments, schedules and random numbers")
+    return contents
 
 
 def _by_layer(name: str, lazy: LazyTensor, latest: _Latest) -> dict[str, LazyTensor]:
@@ -112,16 +103,15 @@ def _by_layer(name: str, lazy: LazyTensor, latest: _Latest) -> dict[str, LazyTen
     match = _STACKED.fullmatch(name)
     if match is None or not lazy.shape:
         return {_plain(name): lazy}
-    return {
-        _plain(f"{match[1]}{layer}.{match[2]}"): latest.tensor(
-            (id(lazy), layer), 0, lazy.shape[1:], lazy.dtype, partial(_layer, lazy, layer)
-        )
-        for layer in range(lazy.shape[0])
-    }
+    of_layer = torch.empty(lazy.shape[1:], dtype=lazy.dtype, device="meta")
+    layers: dict[str, LazyTensor] = {}
+    for layer in range(lazy.shape[0]):
 
+        def read(layer: int = layer) -> list[Tensor]:
+            return [lazy.read(layer, layer + 1)[0]]
 
-def _layer(stacked: LazyTensor, layer: int) -> list[Tensor]:
-    return [stacked.read(layer, layer + 1)[0]]
+        layers[_plain(f"{match[1]}{layer}.{match[2]}")] = latest.tensor(read, 0, of_layer)
+    return layers
 
 
 def _plain(name: str) -> str:
@@ -135,29 +125,21 @@ class _Latest:
     """Lazy tensors that are read together; caches the latest read, since chunks are requested one by one."""
 
     def __init__(self) -> None:
-        self._key: object = None
+        self._read: object = None
         self._tensors: Sequence[Tensor] = ()
 
-    def tensor(
-        self,
-        key: object,
-        index: int,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        read: Callable[[], Sequence[Tensor]],
-    ) -> LazyTensor:
-        """Return a lazy tensor: the one at an index of the result of `read`, which is cached by key."""
+    def tensor(self, read: Callable[[], Sequence[Tensor]], index: int, like: Tensor) -> LazyTensor:
+        """Return a lazy tensor: the one at an index of the result of `read`, similar to a meta tensor."""
 
         def rows(begin: int, end: int) -> Tensor:
-            if self._key != key:
-                self._key, self._tensors = None, ()
-                self._tensors, self._key = read(), key
+            if self._read is not read:
+                self._read, self._tensors = None, ()
+                self._tensors, self._read = read(), read
             tensor = self._tensors[index]
-            return (tensor if shape else tensor.view(1))[begin:end].clone(
-                memory_format=torch.contiguous_format
-            )
+            part = (tensor if tensor.dim() else tensor.view(1))[begin:end]
+            return part.clone(memory_format=torch.contiguous_format)
 
-        return LazyTensor(shape=tuple(shape), dtype=dtype, read=rows)
+        return LazyTensor(shape=tuple(like.shape), dtype=like.dtype, read=rows)
 
 
 def _rows(base: AnyPath, weights: Mapping[str, LazyTensor]) -> dict[str, tuple[Weight, list[str]]]:
@@ -207,23 +189,19 @@ def _unpacked(
     for name, lazy in weights.items():
         row, names = rows[name]
 
-        def unpack(tensor: Tensor, row: Weight = row) -> Sequence[Tensor]:
-            return row.packing.unpack(row.packing.join([tensor]))
-
-        def read(
-            lazy: LazyTensor = lazy, unpack: Callable[[Tensor], Sequence[Tensor]] = unpack
-        ) -> Sequence[Tensor]:
-            return unpack(lazy.full())
+        def read(lazy: LazyTensor = lazy, row: Weight = row) -> Sequence[Tensor]:
+            return row.packing.unpack(row.packing.join([lazy.full()]))
 
         try:
-            parts = unpack(torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"))
+            whole = torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")
+            parts = row.packing.unpack(row.packing.join([whole]))
         except RuntimeError as error:
             raise CheckpointError(
                 f"{str(folder)!r} has {name!r} of shape {lazy.shape}, which does not fit the configuration "
                 "in base."
             ) from error
-        for index, (part, shape) in enumerate(zip(names, parts, strict=True)):
-            unpacked[part] = latest.tensor(id(lazy), index, shape.shape, lazy.dtype, read)
+        for index, (part, like) in enumerate(zip(names, parts, strict=True)):
+            unpacked[part] = latest.tensor(read, index, like)
     return unpacked
 
 
@@ -265,17 +243,7 @@ def _optimizer(
     )
 
 
-_GROUP_KEYS = (
-    "lr",
-    "betas",
-    "eps",
-    "amsgrad",
-    "maximize",
-    "foreach",
-    "capturable",
-    "differentiable",
-    "fused",
-    "decoupled_weight_decay",
-)
+_FLAGS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+_GROUP_KEYS = ("lr", "betas", "eps", *_FLAGS)
 """Options of torch's Adam; Megatron's groups may differ in others, and are then dropped."""
 _SPLIT_KEYS = ("lr_mult", "is_expert_parallel", "is_decoupled_lr")

@@ -7,7 +7,7 @@ from itertools import count, takewhile
 from typing import Any, cast
 
 from accel_convert.adapters import is_adapter, merge_adapter
-from accel_convert.contents import CheckpointContents, OptimizerContents, of_state, other_files, weights_in
+from accel_convert.contents import CheckpointContents
 from accel_convert.deepspeed import read_engine_state, read_universal
 from accel_convert.megatron import read_megatron
 from accel_convert.names import name_parameters
@@ -67,19 +67,18 @@ def _has_shards(folder: AnyPath, name: str) -> bool:
 
 def _sharded_state(folder: AnyPath) -> CheckpointContents | None:
     """Read a sharded state of FSDP, Megatron, tensor, expert or pipeline parallelism: folders of shards."""
-    if not _has_shards(folder, layout.sharded_model_name(0)):
-        return None
-    dropped: list[str] = []
-    models: list[dict[str, LazyTensor]] = []
-    optimizers: list[OptimizerContents] = []
+    contents = CheckpointContents(form="sharded state")
     for index in _numbers(lambda index: _has_shards(folder, layout.sharded_model_name(index))):
         name = layout.sharded_model_name(index)
-        state = _shards(folder / name, dropped)
-        models.append(weights_in(state.get(MODEL_KEY, state), name, dropped))
+        state = _shards(folder / name, contents)
+        contents.models.append(contents.weights_in(state.get(MODEL_KEY, state), name))
+    if not contents.models:
+        return None
     for index in _numbers(lambda index: _has_shards(folder, layout.sharded_optimizer_name(index))):
-        state = _shards(folder / layout.sharded_optimizer_name(index), dropped)
-        optimizers.append(named_optimizer(state.get(OPTIMIZER_KEY, state)))
-    return of_state(folder, "sharded state", models, optimizers, dropped)
+        state = _shards(folder / layout.sharded_optimizer_name(index), contents)
+        contents.optimizers.append(name_parameters(state.get(OPTIMIZER_KEY, state), {}, in_order=False))
+    contents.add_state(folder)
+    return contents
 
 
 def _full_weights(folder: AnyPath, index: int) -> AnyPath | None:
@@ -92,34 +91,25 @@ def _full_state(folder: AnyPath) -> CheckpointContents | None:
     names = (layout.MANIFEST_NAME, layout.optimizer_name(0), layout.rng_name(0))
     if _full_weights(folder, 0) is None or not any((folder / name).is_file() for name in names):
         return None
-    dropped: list[str] = []
-    models = [
-        lazy_weights(cast("AnyPath", _full_weights(folder, index)), dropped)
-        for index in _numbers(lambda index: _full_weights(folder, index) is not None)
-    ]
-    is_ours = (folder / layout.MANIFEST_NAME).is_file()
-    optimizers: list[OptimizerContents] = []
-    numbers = [*_numbers(lambda index: _has(folder, layout.optimizer_name(index)))]
-    for index in numbers:
-        state = lazy_torch_file(folder / layout.optimizer_name(index), load=load_safely)
+    contents = CheckpointContents(form="full state")
+    paths: list[AnyPath] = []
+    while (path := _full_weights(folder, len(paths))) is not None:
+        paths.append(path)
+    contents.models += [lazy_weights(path, contents) for path in paths]
+    names = [*map(layout.optimizer_name, _numbers(lambda index: _has(folder, layout.optimizer_name(index))))]
+    for index, name in enumerate(names):
+        state = lazy_torch_file(folder / name, load=load_safely)
         if not isinstance(state, dict) or not {"state", "param_groups"} <= {*state}:
-            dropped.append(f"{layout.optimizer_name(index)}: it is not the state of a torch optimizer")
+            contents.dropped.append(f"{name}: it is not the state of a torch optimizer")
             continue
-        fits = len(models) == len(numbers) or len(models) == 1
-        weights = models[min(index, len(models) - 1)] if fits else {}
+        number = min(index, len(paths) - 1)
+        weights = contents.models[number] if len(paths) in {1, len(names)} else {}
         # Other libraries sort the names of a safetensors file.
-        path = _full_weights(folder, min(index, len(models) - 1))
-        in_order = is_ours or (path is not None and path.suffix != SAFETENSORS_SUFFIX)
-        optimizers.append(_optimizer(cast("dict[str, Any]", state), weights, in_order=in_order))
-    return of_state(folder, "full state", models, optimizers, dropped)
-
-
-def _optimizer(
-    state: dict[str, Any], weights: Mapping[str, LazyTensor], *, in_order: bool
-) -> OptimizerContents:
-    if all(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
-        return named_optimizer(state)  # other libraries' FSDP1 has names in full states
-    return name_parameters(state["state"], state["param_groups"], weights, in_order=in_order)
+        in_order = (folder / layout.MANIFEST_NAME).is_file() or paths[number].suffix != SAFETENSORS_SUFFIX
+        named = name_parameters(cast("dict[str, Any]", state), weights, in_order=in_order)
+        contents.optimizers.append(named)
+    contents.add_state(folder)
+    return contents
 
 
 # Folders of torch.distributed.checkpoint.
@@ -129,41 +119,31 @@ def _dcp(folder: AnyPath) -> CheckpointContents | None:
     """Read a DCP folder: a state dict, or a dictionary of a model's and an optimizer's."""
     if not is_sharded_folder(folder):
         return None
-    dropped: list[str] = []
-    state = _shards(folder, dropped)
-    optimizers: list[OptimizerContents] = []
+    contents = CheckpointContents(form="folder of torch.distributed.checkpoint")
+    state = _shards(folder, contents)
     for key in _OPTIMIZER_KEYS & state.keys():
         part = state.pop(key)
         if isinstance(part, Mapping) and {"state", "param_groups"} <= {*part}:
-            optimizers.append(named_optimizer(cast("Mapping[str, Any]", part)))
+            named = name_parameters(cast("Mapping[str, Any]", part), {}, in_order=False)
+            contents.optimizers.append(named)
         else:
-            dropped.append(f"{key}: it has no 'state' and 'param_groups' of an optimizer")
+            contents.dropped.append(f"{key}: it has no 'state' and 'param_groups' of an optimizer")
     model = next((key for key in _MODEL_KEYS if isinstance(state.get(key), Mapping)), None)
     if model is not None:
-        dropped += [f"{key}" for key in state if key != model]
+        contents.dropped += [key for key in state if key != model]
         state = state[model]
-    weights = weights_in(state, str(folder), dropped)
-    return CheckpointContents(
-        form="folder of torch.distributed.checkpoint",
-        models=[weights],
-        optimizers=optimizers,
-        dropped=dropped,
-    )
+    contents.models.append(contents.weights_in(state, str(folder)))
+    return contents
 
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module")
 _OPTIMIZER_KEYS = {"optimizer", "optim", "optimizer_state_dict"}
 
 
-def _shards(folder: AnyPath, dropped: list[str]) -> dict[str, Any]:
+def _shards(folder: AnyPath, contents: CheckpointContents) -> dict[str, Any]:
     state, refused = read_lazily(folder, read_index(folder))
-    dropped += [f"{folder.name}: {key}, an object that only code could build" for key in refused]
+    contents.dropped += [f"{folder.name}: {key}, an object that only code could build" for key in refused]
     return state
-
-
-def named_optimizer(state: Mapping[str, Any]) -> OptimizerContents:
-    """Return the state of an optimizer whose parameters have names."""
-    return OptimizerContents(states=state.get("state", {}), groups=state.get("param_groups", []))
 
 
 # Weights only.
@@ -172,32 +152,29 @@ def named_optimizer(state: Mapping[str, Any]) -> OptimizerContents:
 def _weights(path: AnyPath) -> CheckpointContents:
     """Read files of weights, as transformers saves them."""
     checkpoint = find_checkpoint_files(path)
-    dropped: list[str] = []
-    by_file = {file: lazy_weights(file, dropped) for file in checkpoint.files}
-    weights: dict[str, LazyTensor] = {}
+    is_safe = checkpoint.files[0].suffix == SAFETENSORS_SUFFIX
+    contents = CheckpointContents(form="safetensors" if is_safe else "files of torch.save")
+    by_file = {file: lazy_weights(file, contents) for file in checkpoint.files}
+    weights = by_file[checkpoint.files[0]] if checkpoint.weight_map is None else {}
     for name, file in (checkpoint.weight_map or {}).items():
         if name not in by_file[file]:
             raise CheckpointError(f"{str(file)!r} has no {name!r}, which the index places there.")
         weights[name] = by_file[file][name]
-    if checkpoint.weight_map is None:
-        weights = by_file[checkpoint.files[0]]
-    files: dict[str, AnyPath] = {}
+    contents.models.append(weights)
     if path.is_dir():
-        names = {file.name for file in checkpoint.files}
-        _, files, lost = other_files(path, names.__contains__)
-        dropped += lost
-    kind = "safetensors" if checkpoint.files[0].suffix == SAFETENSORS_SUFFIX else "files of torch.save"
-    return CheckpointContents(form=kind, models=[weights], config_files=files, dropped=dropped)
+        contents.add_files(path, {file.name for file in checkpoint.files}.__contains__)
+        contents.state_files.clear()
+    return contents
 
 
-def lazy_weights(path: AnyPath, dropped: list[str]) -> dict[str, LazyTensor]:
+def lazy_weights(path: AnyPath, contents: CheckpointContents) -> dict[str, LazyTensor]:
     """Return the tensors of a safetensors file, or of one of `torch.save`."""
     if path.suffix == SAFETENSORS_SUFFIX:
         return lazy_safetensors(path)
     state = lazy_torch_file(path)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{str(path)!r} holds a {type(state).__name__!r}, not a state dict")
-    return weights_in(cast("Mapping[str, Any]", state), path.name, dropped)
+    return contents.weights_in(cast("Mapping[str, Any]", state), path.name)
 
 
 def _numbers(is_there: Callable[[int], bool]) -> Iterator[int]:

@@ -107,17 +107,16 @@ def plan_sharded(contents: CheckpointContents, max_shard_size: int) -> WritePlan
     """Plan a state with a folder of shards for each model and optimizer, which any number of ranks loads."""
     del max_shard_size
     files: list[PlannedFile] = []
+    unnamed: dict[Label, str] = {}
     for index, model in enumerate(contents.models):
         files += _folder(f"{layout.sharded_model_name(index)}/", {MODEL_KEY: model})
-    unnamed = {
-        ("optimizer", index): f"optimizer {index}: {optimizer.unnamed}, and shards are by name"
-        for index, optimizer in enumerate(contents.optimizers)
-        if optimizer.unnamed
-    }
     for index, optimizer in enumerate(contents.optimizers):
-        if not optimizer.unnamed:
-            state = {OPTIMIZER_KEY: optimizer.nested(by_number=False)}
-            files += _folder(f"{layout.sharded_optimizer_name(index)}/", state)
+        if optimizer.unnamed:
+            phrase = f"optimizer {index}: {optimizer.unnamed}, and shards are by name"
+            unnamed["optimizer", index] = phrase
+            continue
+        state = {OPTIMIZER_KEY: optimizer.nested(by_number=False)}
+        files += _folder(f"{layout.sharded_optimizer_name(index)}/", state)
     files += _copies({**contents.state_files, **contents.config_files})
     tensors = {label: lazy for label, lazy in contents.tensors() if label[:2] not in unnamed}
     return WritePlan(files=files, tensors=tensors, dropped=[*unnamed.values()], is_state=True)
