@@ -109,7 +109,7 @@ def _learn_boundaries(pipe: Any, model: nn.Module) -> None:
 
     def learn(number: int, output: Any) -> None:
         name = layout.names[layout.bounds[number][1] - 1]
-        pipe._boundaries[number] = pipe._boundary(first_tensor(output, name))
+        pipe._note_boundary(number, first_tensor(output, name))
         pipe._forms[number + 1] = len(output) if isinstance(output, tuple) else 0
 
     handles = [

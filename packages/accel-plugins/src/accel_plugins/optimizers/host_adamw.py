@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,7 @@ from accel_ops.tree import is_dtensor, local_part
 from accel_plugins import sharding
 from accel_plugins.optimizers.muon import gradient_of
 from accel_state.accelerator_state import GradientState
-from accel_state.streams import DeviceStreams, device_streams, pinned_if_possible
+from accel_state.streams import device_streams, pinned_if_possible
 from accel_state.torch_private import active_fake_mode
 
 Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]"
@@ -97,7 +96,6 @@ class HostAdamW(torch.optim.Optimizer):
         self._staging: dict[Tensor, tuple[Tensor, Callable[[Tensor, Tensor], None]]] = {}  # and copy function
         self._copies: dict[torch.device, Any] = {}  # streams for copies
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="HostAdamW")
-        self._process = os.getpid()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and register hooks on its gradients."""
@@ -117,12 +115,6 @@ class HostAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Begin the remaining steps, and wait until all are done.
-
-        Args:
-            closure: Recomputes the loss.
-
-        Returns:
-            The result of `closure`.
 
         Raises:
             RuntimeError: A gradient or an option was changed after a step had begun in the backward pass.
@@ -206,12 +198,11 @@ class HostAdamW(torch.optim.Optimizer):
         """Begin the step of a parameter whose gradient is final, in the backward pass."""
         if self._overlaps is False or not GradientState().sync_gradients:
             return
-        gradient: Any = parameter.grad
-        sharded: Any = parameter
+        gradient, sharded = cast("Any", parameter.grad), cast("Any", parameter)
         if is_dtensor(parameter):
             is_final = gradient.placements == sharded.placements
         else:
-            is_final = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+            is_final = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
         if not is_final:
             return
         version = local_part(gradient)._version
@@ -234,19 +225,17 @@ class HostAdamW(torch.optim.Optimizer):
         version = local_part(cast("Tensor", parameter.grad))._version
         streams = device_streams(value.device)
         if self._versions.get(parameter) != local_part(parameter)._version:
-            self._update_master(parameter, _copy_to_host(value, streams))
+            self._update_master(parameter, value.cpu())
         state = {key: local_part(tensor) for key, tensor in self.state[parameter].items()}
         if streams is None:
-            host = gradient.cpu()
-            done = self._submit(_update_and_copy, state, host, options, value)
-            return _Step(options, version, done)
+            return _Step(options, version, self._submit(_update, state, gradient.cpu(), options, value))
         # 1. Copy the gradient, once it is computed, on the copy stream.
         if streams.device not in self._copies:
             self._copies[streams.device] = streams.new_stream()
             self._thread.submit(streams.set_current)
         copies, ready = self._copies[streams.device], streams.new_event()
-        nbytes = max(gradient.nbytes, value.nbytes)
         if parameter not in self._staging:
+            nbytes = max(gradient.nbytes, value.nbytes)
             pinned = pinned_if_possible(streams, nbytes)
             self._staging[parameter] = (
                 (torch.empty(nbytes, dtype=torch.uint8, device="cpu"), streams.copy_pageable_)
@@ -255,23 +244,28 @@ class HostAdamW(torch.optim.Optimizer):
             )
         staging, copy_ = self._staging[parameter]
         host = staging[: gradient.nbytes].view(gradient.dtype).view(gradient.shape)
+        result = staging[: value.nbytes].view(value.dtype).view(value.shape)
         gradient = gradient.contiguous()
         copies.wait_stream(streams.current_stream())
         streams.record_stream(gradient, copies)
         with streams.on(copies):
             copy_(host, gradient)
             ready.record(copies)
-        # 2. Update the state, and copy the new value back.
-        result = staging[: value.nbytes].view(value.dtype).view(value.shape)
-        done = self._thread.submit(
-            _update_and_upload, state, host, options, value, result, copy_, streams, copies, ready
-        )
-        return _Step(options, version, done)
+
+        # 2. Update the state in the thread, and copy the new value back; the event is that of its end.
+        def update() -> Any:
+            ready.synchronize()
+            _update(state, host, options, result)
+            done = streams.new_event()
+            with torch.no_grad(), streams.on(copies):
+                copy_(value, result)
+                done.record(copies)
+            return done
+
+        return _Step(options, version, self._thread.submit(update))
 
     def _submit(self, update: Callable[..., Any], *args: Any) -> Future[Any]:
         """Submit an update to the thread; run it here for fake tensors, whose mode is that of this thread."""
-        if self._process != os.getpid():  # a forked child has inherited no thread
-            self._thread, self._process = ThreadPoolExecutor(1, "HostAdamW"), os.getpid()
         if active_fake_mode() is None:
             return self._thread.submit(update, *args)
         done: Future[Any] = Future()
@@ -306,8 +300,9 @@ def _options_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]
 
 
-def _update(state: Mapping[str, Tensor], gradient: Tensor, options: tuple[Any, ...]) -> None:
-    """Step the state of a parameter, on the host."""
+@torch.no_grad()
+def _update(state: Mapping[str, Tensor], gradient: Tensor, options: tuple[Any, ...], value: Tensor) -> None:
+    """Step the state of a parameter, on the host, and copy the master weights to its value."""
     lr, beta1, beta2, eps, weight_decay = options
     if not gradient.numel():
         state["step"].add_(1)
@@ -329,46 +324,7 @@ def _update(state: Mapping[str, Tensor], gradient: Tensor, options: tuple[Any, .
         eps=eps,
         maximize=False,
     )
-
-
-@torch.no_grad()
-def _update_and_copy(
-    state: Mapping[str, Tensor], gradient: Tensor, options: tuple[Any, ...], value: Tensor
-) -> None:
-    _update(state, gradient, options)
     value.copy_(state["master"])
-
-
-@torch.no_grad()
-def _update_and_upload(
-    state: Mapping[str, Tensor],
-    gradient: Tensor,
-    options: tuple[Any, ...],
-    value: Tensor,
-    result: Tensor,
-    copy_: Callable[[Tensor, Tensor], None],
-    streams: DeviceStreams,
-    copies: Any,
-    ready: Any,
-) -> Any:
-    """Update once the gradient is on the host; return the event at the end of the copy back."""
-    ready.synchronize()
-    _update(state, gradient, options)
-    result.copy_(state["master"])
-    done = streams.new_event()
-    with streams.on(copies):
-        copy_(value, result)
-        done.record(copies)
-    return done
-
-
-def _copy_to_host(value: Tensor, streams: DeviceStreams | None) -> Tensor:
-    """Copy a parameter's value to the host, and wait for it."""
-    if streams is None:
-        return value.cpu()
-    host = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-    streams.copy_pageable_(host, value.contiguous())
-    return host
 
 
 def _sharded_like(parameter: Tensor, local: Tensor) -> Tensor:

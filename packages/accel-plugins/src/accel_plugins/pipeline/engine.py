@@ -21,16 +21,6 @@ from accel_plugins.pipeline.stages import Layout, Leave, RemoteModule, Stage, fi
 from accel_plugins.strategy import PrecisionPolicy
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.frozen import frozen
-
-
-class _TorchStage(PipelineStage):
-    """A stage for schedules of torch."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Return nothing: torch 2.9 sends an int64 where a float32 is expected, which gloo refuses."""
-        return []
-
 
 IGNORED = -100
 """The label ignored by losses, as in PyTorch's `cross_entropy` and all models of transformers."""
@@ -50,30 +40,6 @@ class Batch:
     is_training: bool
     scale: float = 1.0
     outputs: list[Any] = field(default_factory=list[Any])
-
-
-@frozen
-class Boundary:
-    """The activation between two stages, for one batch shape.
-
-    Args:
-        rows: Whether the first dim is the rows of the micro-batch.
-        length: Whether the second dim is the sequence length of the batch.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rows: bool
-    length: bool
-
-    def example(self, rows: int, length: int | None, device: torch.device | str = "meta") -> Tensor:
-        """Return a tensor of this shape for other sizes, for torch's stages."""
-        shape = [*self.shape]
-        if self.rows:
-            shape[0] = rows
-        if self.length and length is not None:
-            shape[1] = length
-        return torch.empty(shape, dtype=self.dtype, device=device, requires_grad=True)
 
 
 class Pipeline:
@@ -140,11 +106,13 @@ class Pipeline:
         self._produced: Any = None
         self._calls: list[int] | None = None
         self._failure: Exception | None = None
-        self._forms: dict[int, int] = {}
+        self._forms: dict[int, int | None] = {}  # the lengths of tuples that stages receive
+        self._length = 0  # of the tuple that a stage's last module has returned
         self._batch: Batch | None = None
-        self._boundaries: dict[int, Boundary] | None = None
+        self._boundaries: dict[int, tuple[list[int], torch.dtype]] | None = None
+        self._probed: tuple[int, int | None] = 0, None  # the sizes of the batch that has these boundaries
         self._expected: dict[int, tuple[int, ...]] = {}
-        self._schedules: dict[tuple[int, int | None], tuple[Any, list[_TorchStage]]] = {}
+        self._schedules: dict[tuple[int, int | None], tuple[Any, list[PipelineStage]]] = {}
         self._output_type: type[Any] = Tensor
         self._form: Any = None
 
@@ -237,6 +205,7 @@ class Pipeline:
                     "pipeline are called in the order in which they are registered."
                 )
             activation = first_tensor(produced, name)
+            self._length = len(produced) if isinstance(produced, tuple) else 0
             wanted = self._expected.get(stage.index)
             if batch.is_training and wanted is not None and tuple(activation.shape) != wanted:
                 raise SettingsError(
@@ -265,7 +234,7 @@ class Pipeline:
         before = stage.first - 1
         value = self._received if position == before else self._nothing
         is_alike = position == before or kind is self._absent[before].kind
-        length = self._forms.get(stage.index, 0) if is_alike else 0
+        length = self._forms.get(stage.index) if is_alike else 0
         return (value, *[None] * (length - 1)) if length else value
 
     # Running stages.
@@ -301,26 +270,26 @@ class Pipeline:
         if self._stage is not None:  # not when activations are recomputed
             self._produced = output
 
-    def _schedule(self, rows: int, length: int | None) -> tuple[Any, list[_TorchStage]]:
+    def _schedule(self, rows: int, length: int | None) -> tuple[Any, list[PipelineStage]]:
         """Return the schedule for batches of a shape, and its stages; collective for a new shape."""
-        boundaries = cast("dict[int, Boundary]", self._boundaries)
-        for index, boundary in boundaries.items():
-            self._expected[index] = tuple(boundary.example(rows, length).shape)
-        known = self._schedules.pop((rows, length), None)
-        if known is not None:
-            self._schedules[rows, length] = known  # the last one is the one used last
-            return known
+        sizes, boundaries = (rows, length), self._boundaries or {}
+        examples = {index: self._example(index, sizes) for index in boundaries}
+        self._expected = {index: tuple(example.shape) for index, example in examples.items()}
+        if sizes in self._schedules:
+            return self._schedules[sizes]
+        if len(self._schedules) == _MAX_SCHEDULES:
+            self._schedules.clear()
         count = len(self.layout.bounds)
         stages = [
-            _TorchStage(
+            PipelineStage(
                 stage,
                 stage.index,
                 count,
                 self.device,
-                input_args=() if stage.index == 0 else boundaries[stage.index - 1].example(rows, length),
+                input_args=() if stage.index == 0 else examples[stage.index - 1],
                 output_args=torch.empty(1, device="meta", dtype=self._form[1], requires_grad=True)
                 if stage.is_last
-                else boundaries[stage.index].example(rows, length),
+                else examples[stage.index],
                 group=self.group,
             )
             for stage in self.stages
@@ -338,10 +307,18 @@ class Pipeline:
                 f"pp_schedule={self._kind.__name__.removeprefix('Schedule')!r} with pp_num_microbatches="
                 f"{self.micro_batches} for {self.group.size()} ranks: {error}"
             ) from None
-        self._schedules[rows, length] = schedule, stages
-        if len(self._schedules) > _MAX_SCHEDULES:
-            del self._schedules[next(iter(self._schedules))]
+        self._schedules[sizes] = schedule, stages
         return schedule, stages
+
+    def _example(self, index: int, sizes: tuple[int, int | None]) -> Tensor:
+        """Return the activation behind a stage for batches of other sizes, on the meta device."""
+        shape, dtype = (self._boundaries or {})[index]
+        first = [
+            new if new is not None and size == old else size
+            for size, old, new in zip(shape, self._probed, sizes, strict=False)
+        ]
+        shape = [*first, *shape[len(first) :]]
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
     def probe(self) -> None:
         """Run the first micro-batch forward, to record the stages' outputs and check their calls.
@@ -359,7 +336,7 @@ class Pipeline:
         ]
         try:
             with torch.random.fork_rng(devices=devices, device_type=self.device.type), torch.no_grad():
-                self._pass_forward([0], boundaries=self._boundaries)
+                self._pass_forward([0], is_probe=True)
         finally:
             for handle in handles:
                 handle.remove()
@@ -405,89 +382,69 @@ class Pipeline:
                 "further state between stages cannot be cut there; choose other pp_split_points."
             )
 
-    def _pass_forward(self, indices: Sequence[int], boundaries: dict[int, Boundary] | None = None) -> None:
+    def _pass_forward(self, indices: Sequence[int], *, is_probe: bool = False) -> None:
         """Run forward passes only, stage by stage; each activation is sent after its shape.
 
-        If `boundaries` is given, it is filled, and a stage that fails notifies the stages after it.
+        A probe records the boundaries; a stage that fails notifies the stages after it.
         """
-        bounds, ranks = self.layout.bounds, self.layout.ranks
-        stages = {stage.index: stage for stage in self.stages}
+        ranks = self.layout.ranks
         for index in indices:
-            local: tuple[Tensor, int] | None = None
-            for number in range(len(bounds)):
-                stage = stages.get(number)
-                if stage is None:
-                    continue
-                received = None
-                if number > 0:
-                    received, form = local or self._receive(ranks[number - 1])
-                    self._forms[number] = form
-                    if boundaries is not None:
-                        boundaries[number - 1] = self._boundary(received)
-                local = None
-                if received is not None and self._forms[number] == _FAILED:
-                    output = received, _FAILED
-                else:
-                    output = self._forward_only(stage, received, index, keep_error=boundaries is not None)
-                if boundaries is not None and not stage.is_last:
-                    boundaries[number] = self._boundary(output[0])
+            passed: tuple[Tensor, int | None] | None = None  # on to a stage of the same rank
+            for stage in self.stages:
+                received, form = None, 0
+                if stage.index > 0:
+                    received, form = passed or self._receive(ranks[stage.index - 1])
+                    self._forms[stage.index] = form
+                    if is_probe:
+                        self._note_boundary(stage.index - 1, received)
+                output = received, form
+                if form is not None:
+                    output = self._forward_only(stage, received, index, is_probe=is_probe)
+                passed = None
                 if stage.is_last:
                     continue
-                if ranks[number + 1] == self.rank:
-                    local = output
+                activation, form = cast("tuple[Tensor, int | None]", output)
+                if is_probe:
+                    self._note_boundary(stage.index, activation)
+                if ranks[stage.index + 1] == self.rank:
+                    passed = activation, form
                 else:
-                    self._send(*output, ranks[number + 1])
+                    self._send(activation, form, ranks[stage.index + 1])
 
     def _forward_only(
-        self, stage: Stage, received: Tensor | None, index: int, *, keep_error: bool
-    ) -> tuple[Tensor, int]:
+        self, stage: Stage, received: Tensor | None, index: int, *, is_probe: bool
+    ) -> tuple[Tensor, int | None]:
         """Run a stage; return its activation, and the length of the tuple its last module returned.
 
-        With `keep_error` an error is stored, and `_FAILED` returned.
+        The error of a probe is stored, and the length is None.
         """
-        lengths: list[int] = []
-
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            del module, args
-            lengths.append(len(output) if isinstance(output, tuple) else 0)
-
-        handle = stage.units[-1].register_forward_hook(note)
         try:
             received_args = () if received is None else (received,)
             activation = stage(*received_args, index=torch.tensor(index, device="cpu"))
-            if self._calls is not None:
+            if is_probe:
                 self._check_calls(stage, activation, received)
         except Exception as error:
-            if not keep_error:
+            if not is_probe:
                 raise
             self._failure = error
-            return torch.zeros(1, device=self.device), _FAILED
-        finally:
-            handle.remove()
-        return activation, lengths[-1]
+            return torch.zeros(1, device=self.device), None
+        return activation, self._length
 
-    def _boundary(self, activation: Tensor) -> Boundary:
-        rows, length = _sizes_of(cast("Batch", self._batch).parts[0])
-        shape = tuple(activation.shape)
-        return Boundary(
-            shape=shape,
-            dtype=activation.dtype,
-            rows=bool(shape) and shape[0] == rows,
-            length=len(shape) > 1 and shape[1] == length,
-        )
+    def _note_boundary(self, number: int, activation: Tensor) -> None:
+        """Record what a stage passes on, with the sizes of the batch."""
+        self._probed = _sizes_of(cast("Batch", self._batch).parts[0])
+        cast("Any", self._boundaries)[number] = [*activation.shape], activation.dtype
 
-    def _send(self, tensor: Tensor, form: int, rank: int) -> None:
-        shape = [_DTYPES.index(tensor.dtype), form, tensor.ndim, *tensor.shape]
-        header = torch.zeros(_HEADER, dtype=torch.int64, device="cpu")
-        header[: len(shape)] = torch.tensor(shape, device="cpu")
-        dist.send(header.to(self.device), group=self.group, group_dst=rank)
+    def _send(self, tensor: Tensor, form: int | None, rank: int) -> None:
+        about = [tensor.shape, tensor.dtype, form]
+        dist.send_object_list(about, group=self.group, group_dst=rank, device=self.device)
         dist.send(tensor.detach().contiguous(), group=self.group, group_dst=rank)
 
-    def _receive(self, rank: int) -> tuple[Tensor, int]:
-        header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
-        dist.recv(header, group=self.group, group_src=rank)
-        dtype, form, ndim, *shape = header.tolist()
-        tensor = torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=self.device)
+    def _receive(self, rank: int) -> tuple[Tensor, int | None]:
+        about: list[Any] = [None] * 3
+        dist.recv_object_list(about, group=self.group, group_src=rank, device=self.device)
+        shape, dtype, form = about
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
         dist.recv(tensor, group=self.group, group_src=rank)
         return tensor, form
 
@@ -532,18 +489,6 @@ class Pipeline:
 
 _MAX_SCHEDULES = 8
 """Schedules that are kept: before torch 2.15, each has buffers for what its stages receive."""
-_HEADER = 12
-_FAILED = -1
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.bool,
-    torch.complex64,
-)
 
 
 def _cut_batch(
@@ -608,24 +553,14 @@ def loss_in(name: str, output: Any) -> Tensor:
     Raises:
         SettingsError: There is none; it names the model `name`.
     """
-    loss = _loss_or_none(output)
-    if loss is None:
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    loss = first.get("loss") if isinstance(first, Mapping) else getattr(first, "loss", first)
+    if not isinstance(loss, Tensor) or loss.ndim:
         raise SettingsError(
             f"{name} returned no loss in training: a pipeline computes gradients when the model is called, "
             "so its forward computes the loss (pass labels), and returns it alone, first, or as `loss`."
         )
     return loss
-
-
-def _loss_or_none(output: Any) -> Tensor | None:
-    if isinstance(output, Tensor):
-        return output if output.ndim == 0 else None
-    if isinstance(output, Mapping):
-        return cast("Mapping[str, Any]", output).get("loss")
-    if isinstance(output, (tuple, list)) and output:
-        first = cast("Sequence[Any]", output)[0]
-        return first if isinstance(first, Tensor) and first.ndim == 0 else None
-    return getattr(output, "loss", None)
 
 
 def _weighted(loss: Tensor, weight: Tensor | float) -> Tensor:

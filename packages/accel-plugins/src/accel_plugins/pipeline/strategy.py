@@ -60,10 +60,10 @@ class PipelineStrategy(MeshStrategy):
                 "ParallelismConfig(pp_size=…) with 2 or more."
             )
         self.options, self.group = axes.config.pp_handler, axes.pipeline.get_group()
-        if self.options.pp_schedule == "ZBVZeroBubble" and is_torch_version("<", "2.10"):
+        if is_torch_version("<", "2.10"):
             raise UnsupportedError(
-                f"TorchPipelineParallelConfig(pp_schedule={self.options.pp_schedule!r}): it needs torch 2.10 "
-                f"or newer, and {torch.__version__} is installed, whose stages pass nothing on within a rank."
+                "ParallelismConfig(pp_size>1): it needs torch 2.10 or newer, and "
+                f"{torch.__version__} is installed."
             )
         # 2. Build the stages that shard and cut models.
         plugin = _plugin_of(axes, handlers)

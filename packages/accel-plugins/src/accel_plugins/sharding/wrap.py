@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -31,7 +31,7 @@ from accel_plugins.strategy import (
 )
 from accel_plugins.unsharded import check_not_lazy, move_to_device
 from accel_state import hang_monitor
-from accel_state.errors import CheckpointMismatchError, SettingsError, UnsupportedError, some_of
+from accel_state.errors import CheckpointMismatchError, SettingsError, some_of
 from accel_state.runtime import Runtime
 from accel_state.torch_private import is_traceable_wrapper_subclass
 
@@ -89,16 +89,11 @@ def follow_replacements(optimizer: Optimizer) -> None:
     """Replace an optimizer's parameters by what they became, and shard its state."""
     mapping: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
-        present: list[Tensor] = []
-        for parameter in group["params"]:
-            new = replacement_of(parameter)
-            if new is None:
-                optimizer.state.pop(parameter, None)
-                continue
-            present.append(parameter)
-            if new is not parameter:
-                mapping[parameter] = new
-        group["params"][:] = present
+        became = {parameter: replacement_of(parameter) for parameter in group["params"]}
+        for parameter in [parameter for parameter, new in became.items() if new is None]:
+            optimizer.state.pop(parameter, None)
+        mapping |= {parameter: new for parameter, new in became.items() if new is not None}
+        group["params"][:] = [parameter for parameter in group["params"] if parameter in mapping]
     switch_parameters(optimizer, mapping)
 
 
@@ -141,15 +136,6 @@ class ShardedStrategy(Strategy):
             yield
         finally:
             inner.set_requires_gradient_sync(True)
-
-    def join(
-        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
-    ) -> AbstractContextManager[None]:
-        del joinables, divide_by_initial_world_size
-        raise UnsupportedError(
-            f"join(): under the strategy {self.name!r} every rank has parts of the parameters, so no rank "
-            "can finish early. Use even_batches=True."
-        )
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
         with hang_monitor.collective_scope("backward"):
@@ -201,12 +187,8 @@ class ShardedStrategy(Strategy):
     ) -> Bundle:
         """Shard the models that are not sharded yet, and switch optimizers to the new parameters.
 
-        Args:
-            bundle: Models that `check` has let pass.
-            evaluation: The models will never be trained.
-            shard: Returns the model sharded and materialised; replaces the sharding of this class.
-            load: Materialises a sharded model on the meta device, called as `load(model, full_state,
-                cpu_offload=…)`; the full state is empty on ranks other than 0.
+        `shard(model)` replaces the sharding of this class, and returns the model. `load(model, full_state,
+        cpu_offload=…)` materialises a sharded model on the meta device; only rank 0 has a full state.
         """
         models = [*bundle.models]
         for index, model in enumerate(models):
@@ -215,17 +197,21 @@ class ShardedStrategy(Strategy):
                 self.prepared.add(core)
                 continue
             if evaluation and not self.only_main_has_values:
-                if model_has_dtensor(
-                    core
-                ):  # its optimizer may be prepared, as by the Trainer of transformers
+                if model_has_dtensor(core):  # its optimizer may be prepared, as by transformers' Trainer
                     self.prepared.add(core)
-                models[index] = move_to_device(
-                    replace(bundle, models=[model], placements=()), self.runtime.device
-                )[0]
-            elif shard is not None:
-                models[index] = self._shard_by(shard, core)
-            else:
+                alone = replace(bundle, models=[model], placements=())
+                [models[index]] = move_to_device(alone, self.runtime.device)
+            elif shard is None:
                 self._wrap(core, bundle, load)
+            else:
+                notes = notes_of(core)
+                models[index] = sharded = shard(core)  # which may call this method
+                named = sharded.named_parameters(remove_duplicate=False)
+                now = {strip_wrapper_prefixes(name): parameter for name, parameter in named}
+                for name, attributes in notes.items():
+                    if (new := now.get(strip_wrapper_prefixes(name))) is not None:
+                        note_replacement(attributes, new)
+                self.prepared.add(sharded)
         for optimizer in bundle.optimizers:
             follow_replacements(optimizer)
         return replace(bundle, models=models)
@@ -236,18 +222,6 @@ class ShardedStrategy(Strategy):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return without_compiler(model)
-
-    def _shard_by(self, shard: Callable[[nn.Module], nn.Module], model: nn.Module) -> nn.Module:
-        """Shard a model with a function of the caller, which may call this class."""
-        notes = notes_of(model)
-        sharded = shard(model)
-        named = sharded.named_parameters(remove_duplicate=False)
-        now = {strip_wrapper_prefixes(name): parameter for name, parameter in named}
-        for name, attributes in notes.items():
-            if (new := now.get(strip_wrapper_prefixes(name))) is not None:
-                note_replacement(attributes, new)
-        self.prepared.add(sharded)
-        return sharded
 
     def _wrap(self, model: nn.Module, bundle: Bundle, load: Callable[..., Any] | None) -> None:
         is_main = self.runtime.topology.is_main
@@ -317,15 +291,10 @@ def _digest(model: nn.Module) -> str:
 
 @dataclass(slots=True)
 class FullTensor:
-    """A parameter or buffer of a model before it was moved to meta.
+    """A parameter or buffer of a model before it was moved to meta, with all its names.
 
-    Args:
-        names: All its names; tied tensors have several.
-        dtype: Its dtype in the sharded model.
-        attributes: Its attributes, which other libraries set.
-        hooks: Its gradient hooks as torch keeps them, if it has some.
-        full: The full tensor, on the rank that keeps it.
-        keeps_shards: Whether it is sharded already, and stays so.
+    `dtype` is that in the sharded model; `attributes` were set by other libraries; `hooks` are its gradient
+    hooks as torch keeps them. The rank that keeps it has `full`; a sharded one may stay as it is.
     """
 
     names: Sequence[str]
@@ -352,7 +321,9 @@ def full_tensors(model: nn.Module) -> list[tuple[FullTensor, Tensor]]:
         (False, model.named_buffers(remove_duplicate=False)),
     ):
         for names, tensor in group_tied_names(dict(named)):
-            attributes = {} if _has_own_type(tensor) else dict(vars(tensor))
+            value: Any = tensor
+            has_own_type = is_traceable_wrapper_subclass(value) and not isinstance(tensor, DTensor)
+            attributes = {} if has_own_type else dict(vars(tensor))  # a library's, for its kernels
             attributes.pop(_REPLACEMENT, None)
             hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if hook_of(tensor) else None
             row = FullTensor(names, tensor.shape, tensor.dtype, is_parameter, attributes, hooks)
@@ -368,17 +339,11 @@ def to_meta(
     mesh: DeviceMesh | None = None,
     dtype_of: Callable[[Tensor], torch.dtype] | None = None,
 ) -> list[FullTensor]:
-    """Move a model to the meta device in place, and return its tensors; names and ties are kept.
+    """Move a model to the meta device in place, and return its tensors, on the ranks that `keep` them.
 
-    Not by `nn.Module.to`, which would move the originals that optimizers still have, too.
-
-    Args:
-        model: Any model; parameters that are sharded already are all-gathered, except over axes of `mesh`:
-            these keep their shards, of which replicas get the first one's values.
-        keep: Whether this rank keeps the full tensors.
-        device: Device of the collectives.
-        mesh: The mesh of the run, if it has one.
-        dtype_of: Returns a parameter's new dtype; unchanged if `None`.
+    Parameters that are sharded already are all-gathered on the device, except over axes of the run's mesh:
+    these keep their shards, of which replicas get the first one's values. Not by `nn.Module.to`, which would
+    move the originals that optimizers still have, too.
     """
     described = full_tensors(model)
     for row, tensor in described:
@@ -430,9 +395,8 @@ def materialize_from_rank0(
 ) -> None:
     """Broadcast rank 0's tensors one by one; every rank materialises its shards, and frees the full tensor.
 
-    Rank 0's values are used even if every rank has some: ranks with different seeds would otherwise train a
-    mixture of several models. This costs one broadcast of the model in `prepare`, as with DDP. Buffers and
-    collectives use the device of the run. A rank without a module takes part in its broadcasts.
+    Ranks with other values, as of other seeds, would train a mixture of several models. A rank without a
+    module takes part in its broadcasts.
     """
     present = _named_tensors(model)
     for row in tensors:
@@ -471,11 +435,7 @@ def _restored(model: nn.Module, tensors: Sequence[FullTensor]) -> list[FullTenso
 
 
 def load_from_rank0(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: bool) -> None:
-    """Load a full state dict of rank 0 into a sharded model, materialised or not.
-
-    Raises:
-        CheckpointMismatchError: It lacks a parameter; every rank raises.
-    """
+    """Load a full state dict of rank 0 into a sharded model, materialised or not; every rank raises."""
     tensors = [row for row, _ in full_tensors(model)]
     missing = runtime.collectives.all_gather_object(
         [row.names[0] for row in tensors if row.names[0] not in (state or ())]
@@ -505,25 +465,17 @@ def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
         setattr(owner, leaf, tensor)
 
 
-def _has_own_type(tensor: Tensor) -> bool:
-    """Return whether a tensor is of a library's wrapper type, for its kernels."""
-    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
-
-
 def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) -> None:
     """Replace parameters of an optimizer in place, by a mapping from old to new.
 
     Groups keep their lists; state is sharded like the new parameters. One parameter may replace several.
     """
-    by_id: dict[int, Any] = {id(old): new for old, new in mapping.items()}
     for group in optimizer.param_groups:
-        present: dict[int, Tensor] = {}
         for old in group["params"]:
-            new = by_id.get(id(old), old)
+            new = mapping.get(old, old)
             if new is not old and old in optimizer.state:
                 optimizer.state[new] = _shard_state(optimizer.state.pop(old), new)
-            present[id(new)] = new
-        group["params"][:] = present.values()
+        group["params"][:] = dict.fromkeys(mapping.get(old, old) for old in group["params"])
 
 
 def _shard_state(state: Any, like: Tensor) -> Any:
@@ -542,39 +494,23 @@ def _shard_state(state: Any, like: Tensor) -> Any:
 
 
 def hook_of(parameter: Any) -> str | None:
-    """Return the method by which a parameter's gradient hook was registered, if it has one.
-
-    Example:
-        >>> parameter = torch.nn.Parameter(torch.ones(1))
-        >>> _ = parameter.register_hook(torch.neg)
-        >>> hook_of(parameter)
-        'register_hook'
-    """
+    """Return the method by which a parameter's gradient hook was registered, if it has one."""
     if parameter._backward_hooks:
         return "register_hook"
     return "register_post_accumulate_grad_hook" if parameter._post_accumulate_grad_hooks else None
 
 
 def dtype_to_train(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in which an optimizer trains a parameter; frozen and quantised ones keep their dtype.
-
-    Example:
-        >>> dtype_to_train(torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)))
-        torch.float32
-        >>> dtype_to_train(torch.zeros(1, dtype=torch.bfloat16))
-        torch.bfloat16
-    """
+    """Return the dtype in which an optimizer trains a parameter; frozen ones keep their dtype."""
     is_low = parameter.dtype in {torch.bfloat16, torch.float16}
     return torch.float32 if parameter.requires_grad and is_low else parameter.dtype
 
 
 def warn_about_master_weights(model: nn.Module, precision: str) -> None:
     """Warn if parameters of a model will be trained in float32 instead of their own dtype."""
-    low_precision = [
-        parameter for parameter in model.parameters() if dtype_to_train(parameter) is not parameter.dtype
-    ]
+    low_precision = [p.dtype for p in model.parameters() if dtype_to_train(p) is not p.dtype]
     if low_precision:
-        dtypes = ", ".join(sorted({str(parameter.dtype) for parameter in low_precision}))
+        dtypes = ", ".join(sorted({*map(str, low_precision)}))
         logger.warning(
             "%d parameters of %s are in %s. With mixed_precision=%r they are trained and saved in "
             "float32, since small updates would be lost in their own dtype. Use mixed_precision='no' to "
