@@ -13,7 +13,7 @@ from accel_state.errors import SettingsError
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[" * 100_000, "nested too deeply"),
+        ("[" * 100_000, "maximum recursion depth"),
         ("a: {b\n", "in line 2"),
         ("a: !!python/object/apply:os.system [id]", "could not determine a constructor"),
         ("a: 2001-99-99", "month must be"),

@@ -59,18 +59,18 @@ def pairs(words):
     [
         (
             "mpirun (Open MPI) 4.1.4",
-            ["-n", "4", "--hostfile", "hosts", "--map-by", "ppr:2:node", "-x", "ACCELERATE_USE_CPU=true",
-             "-x", "OMP_NUM_THREADS=32", "-x", "MASTER_ADDR=n1"],
+            ["-n", "4", "--hostfile", "hosts", "--map-by", "ppr:2:node", "-x", "ACCELERATE_USE_CPU",
+             "-x", "OMP_NUM_THREADS", "-x", "MASTER_ADDR"],
         ),
         (
             "Intel(R) MPI Library for Linux* OS, Version 2021.11",
-            ["-n", "4", "-f", "hosts", "-ppn", "2", "-genv", "ACCELERATE_USE_CPU", "true",
-             "-genv", "OMP_NUM_THREADS", "32", "-genv", "MASTER_ADDR", "n1"],
+            ["-n", "4", "-f", "hosts", "-ppn", "2",
+             "-genvlist", "ACCELERATE_USE_CPU,OMP_NUM_THREADS,MASTER_ADDR"],
         ),
         (
             "Version: MVAPICH 4.0\nHYDRA build details:",
-            ["-n", "4", "-f", "hosts", "-ppn", "2", "-genv", "ACCELERATE_USE_CPU", "true",
-             "-genv", "OMP_NUM_THREADS", "32", "-genv", "MASTER_ADDR", "n1"],
+            ["-n", "4", "-f", "hosts", "-ppn", "2",
+             "-genvlist", "ACCELERATE_USE_CPU,OMP_NUM_THREADS,MASTER_ADDR"],
         ),
     ],
 )  # fmt: skip

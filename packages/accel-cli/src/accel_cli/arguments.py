@@ -219,13 +219,7 @@ ABOUT_LAUNCH = (
 
 
 def read_arguments(words: Sequence[str]) -> Namespace:
-    """Parse the words after `accel launch`; see `Parser.read`.
-
-    Example:
-        >>> read = read_arguments(["--num-processes", "2", "train.py", "--num-processes", "3"])
-        >>> read.settings["launch.num_processes"].value, read.script, read.script_arguments
-        (2, 'train.py', ['--num-processes', '3'])
-    """
+    """Parse the words after `accel launch`; see `Parser.read`."""
     return launch().read(words)
 
 
@@ -365,12 +359,7 @@ def add_config_file(parser: _ActionsContainer, use: str) -> None:
 
 
 def setting(path: str, text: str) -> str:
-    """Return the help text of a flag that is a setting, with its variable and key.
-
-    Example:
-        >>> setting("process.use_cpu", "use the CPU")
-        'use the CPU [ACCELERATE_USE_CPU; key use_cpu]'
-    """
+    """Return the help text of a flag that is a setting, with its variable and key."""
     return f"{text} {BY_PATH[path].sources_help}"
 
 
@@ -383,12 +372,7 @@ def _number(made: _ActionsContainer, flag: str, text: str, metavar: str = "N", *
 
 
 def count(text: str) -> int:
-    """Parse an integer of at least 1.
-
-    Example:
-        >>> count("8")
-        8
-    """
+    """Parse an integer of at least 1."""
     try:
         value = int(text)
     except ValueError:
@@ -399,12 +383,7 @@ def count(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """Parse a human-readable size in bytes.
-
-    Example:
-        >>> size("1GB")
-        1000000000
-    """
+    """Parse a human-readable size in bytes."""
     try:
         return convert_file_size_to_int(text)
     except SettingsError as error:

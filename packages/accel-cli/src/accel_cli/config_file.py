@@ -36,11 +36,7 @@ class ConfigFile:
 
 
 def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
-    """Read the config file that applies.
-
-    Raises:
-        SettingsError: The file cannot be read, is not a table, or contains an invalid key or value.
-    """
+    """Read the config file that applies."""
     path = Path(named).expanduser() if named is not None else default_config_file(environ)
     if path is None:
         return ConfigFile()
@@ -72,12 +68,7 @@ WRITTEN_BY = "# Written by accel "
 
 
 def read(path: Path) -> dict[str, object]:
-    """Read the top-level table of a file: JSON by its suffix, else YAML.
-
-    Raises:
-        SettingsError: The file does not exist, or is not a table. The message does not show its content,
-            since the file may not be a config file.
-    """
+    """Read the top-level table of a file: JSON by its suffix, else YAML."""
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -107,19 +98,13 @@ def _read_yaml(text: bytes, path: Path) -> object:
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         reason = f"{error.problem}{line}"
-    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
         reason = str(error)
-    except RecursionError:
-        reason = "it is nested too deeply"
     raise SettingsError(f"config file {str(path)!r} cannot be read as YAML: {reason}") from None
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a table to a file, as JSON if its name ends in `.json`, else as YAML; create its folder.
-
-    Raises:
-        SettingsError: It cannot be written.
-    """
+    """Write a table to a file, as JSON if its name ends in `.json`, else as YAML; create its folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(format_config(path, content), encoding="utf-8")

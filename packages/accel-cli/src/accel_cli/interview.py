@@ -282,12 +282,7 @@ def probe_host(environ: Mapping[str, str]) -> HostInfo:
 
 
 def ask(question: Question) -> str:
-    """Ask on the terminal until the answer is valid.
-
-    Raises:
-        PreviousQuestion: The user presses Esc.
-        KeyboardInterrupt: The user presses Ctrl-C.
-    """
+    """Ask on the terminal until the answer is valid."""
     from prompt_toolkit.key_binding import KeyBindings, merge_key_bindings
 
     keys = KeyBindings()

@@ -69,13 +69,7 @@ def working(what: str) -> Generator[None]:
 
 
 def is_rich(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Return whether a stream shows colours and frames; no stream does with `NO_COLOR` or `TERM=dumb`.
-
-    Example:
-        >>> import io
-        >>> is_rich(io.StringIO(), {})
-        False
-    """
+    """Return whether a stream shows colours and frames; no stream does with `NO_COLOR` or `TERM=dumb`."""
     return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
@@ -85,12 +79,7 @@ def first_line(error: BaseException) -> str:
 
 
 def as_text(table: Table) -> str:
-    r"""Return a table as aligned columns.
-
-    Example:
-        >>> as_text(Table(head=("a", "b"), rows=(("1", "2"), ("long", "3"))))
-        'a     b\n1     2\nlong  3'
-    """
+    """Return a table as aligned columns."""
     lines: Sequence[tuple[str, ...]] = (table.head, *table.rows)
     widths = [max(len(line[column]) for line in lines) for column in range(len(table.head))]
     body = [

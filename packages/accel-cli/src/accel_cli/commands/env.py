@@ -96,12 +96,7 @@ def report(
 
 
 def as_text(facts: Mapping[str, Any]) -> str:
-    r"""Write facts as YAML, in a fence that shows them unchanged where Markdown is pasted.
-
-    Example:
-        >>> as_text({"python": "3.12", "cpu": {"cores": 2}})
-        "```yaml\npython: '3.12'\ncpu:\n  cores: 2\n```\n"
-    """
+    """Write facts as YAML, in a fence that shows them unchanged where Markdown is pasted."""
     text = yaml.safe_dump(json.loads(json.dumps(facts)), sort_keys=False, allow_unicode=True, width=1000)
     return f"```yaml\n{text}```\n"
 

@@ -44,11 +44,7 @@ _LEFT_OUT = shutil.ignore_patterns("__pycache__", "api", "src", "conf.py")
 
 
 def find_folder(name: str) -> Path:
-    """Return the folder `examples` or `docs`: in the wheel of accel-suite, or in the repository.
-
-    Raises:
-        MissingDependencyError: accel-suite is not installed.
-    """
+    """Return the folder `examples` or `docs`: in the wheel of accel-suite, or in the repository."""
     suite = find_spec("accel")  # a dependent package, which is not imported
     if suite is None or suite.origin is None:
         raise MissingDependencyError(f"the {name} come with accel-suite: `pip install accel-suite`.")

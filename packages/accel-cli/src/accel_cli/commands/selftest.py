@@ -81,12 +81,7 @@ _SLOW_REDUCE = 2e9
 
 
 def advice(checks: Mapping[str, Mapping[str, Any]], reports: Sequence[Report], *, cores: int) -> list[str]:
-    """Return advice, one sentence per problem.
-
-    Example:
-        >>> advice({"data loader": {"result": "failed"}}, [], cores=2)
-        ['Samples are lost or repeated. Please report this with the output of `accel env`.']
-    """
+    """Return advice, one sentence per problem."""
     lines = [ABOUT[name] for name, check in checks.items() if check["result"] == FAILED]
     if not reports:
         return lines

@@ -8,6 +8,7 @@ import math
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -65,42 +66,27 @@ def processes(session: Session) -> str:
 
 def collectives(session: Session) -> str:
     """Check gather, reduce, broadcast and pad against arithmetic, including nested and uneven data."""
-    rank, size, device = (
-        session.accelerator.process_index,
-        session.accelerator.num_processes,
-        session.accelerator.device,
-    )
-    nested: dict[str, Any] = {
-        "a": torch.full((2,), float(rank), device=device),
-        "b": [torch.tensor([rank], device=device)],
+    accelerator = session.accelerator
+    rank, size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    row, rows = torch.full((3,), rank + 1.0, device=device), torch.full((rank + 1,), rank, device=device)
+    results: Mapping[str, tuple[Any, Any]] = {  # All ranks run all collectives before one differs.
+        "gather": (gather({"a": [row]})["a"][0].view(size, 3)[:, 0], [*range(1, size + 1)]),
+        "gather of uneven lengths": (gather(rows), [r for r in range(size) for _ in range(r + 1)]),
+        "reduce to the sum": (reduce(row, "sum"), [size * (size + 1) / 2] * 3),
+        "reduce to the mean": (reduce(row, "mean"), [(size + 1) / 2] * 3),
+        "broadcast": (broadcast(row.clone(), from_process=size - 1), [size] * 3),
+        "padding": (pad_across_processes(rows, pad_index=-1), [rank] * (rank + 1) + [-1] * (size - rank - 1)),
+        "gather of objects": (torch.tensor(gather_object([rank])), [*range(size)]),
     }
-    uneven = torch.full((rank + 1,), rank, device=device)
-    gathered = gather(nested)
-    lengths = gather(uneven)
-    total = reduce(torch.full((3,), rank + 1.0, device=device), "sum")
-    average = reduce(torch.full((3,), rank + 1.0, device=device), "mean")
-    spread = broadcast(torch.full((3,), float(rank), device=device), from_process=size - 1)
-    padded = pad_across_processes(uneven, pad_index=-1)
-    objects = gather_object([{"rank": rank}])
-    _expect(gathered["a"].tolist(), [float(index) for index in range(size) for _ in range(2)], "gather")
-    _expect(gathered["b"][0].tolist(), [*range(size)], "gather of a list")
-    _expect(
-        lengths.tolist(),
-        [index for index in range(size) for _ in range(index + 1)],
-        "gather of uneven lengths",
-    )
-    _expect(total.tolist(), [size * (size + 1) / 2] * 3, "reduce to the sum")
-    _expect(average.tolist(), [(size + 1) / 2] * 3, "reduce to the mean")
-    _expect(spread.tolist(), [size - 1.0] * 3, "broadcast")
-    _expect(padded.tolist(), [rank] * (rank + 1) + [-1] * (size - rank - 1), "padding")
-    _expect([entry["rank"] for entry in objects], [*range(size)], "gather of objects")
+    for subject, (result, expected) in results.items():
+        _expect(result.tolist(), expected, subject)
     return "gather, reduce, broadcast, pad, objects"
 
 
 def data_loader(session: Session) -> str:
     """Check that an epoch has every sample once, including uneven last batches and shuffling."""
     accelerator = session.accelerator
-    count = _ROWS * session.accelerator.num_processes * 3 + 1
+    count = _ROWS * accelerator.num_processes * 3 + 1
     seen: list[list[int]] = []
     for shuffle in (False, True):
         loader: Any = DataLoader(TensorDataset(torch.arange(count)), batch_size=_ROWS, shuffle=shuffle)
@@ -328,15 +314,12 @@ def measure_speeds() -> dict[str, float]:
     if device.type != "cpu":
         on_device = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
         pageable = torch.zeros(_COPIED_BYTES, dtype=torch.uint8)
-        speeds["host to device"] = _COPIED_BYTES / median_seconds(lambda: on_device.copy_(pageable), device)
+        copies: dict[str, Callable[[], object]] = {"host to device": lambda: on_device.copy_(pageable)}
         if (streams := device_streams(device)) is not None:
             pinned = streams.pinned(_COPIED_BYTES)
-            speeds["host to device, pinned"] = _COPIED_BYTES / median_seconds(
-                lambda: streams.copy_(on_device, pinned), device
-            )
-            speeds["device to host, pinned"] = _COPIED_BYTES / median_seconds(
-                lambda: streams.copy_(pinned, on_device), device
-            )
+            copies["host to device, pinned"] = lambda: streams.copy_(on_device, pinned)
+            copies["device to host, pinned"] = lambda: streams.copy_(pinned, on_device)
+        speeds |= {name: _COPIED_BYTES / median_seconds(copy, device) for name, copy in copies.items()}
     return speeds
 
 
@@ -345,14 +328,12 @@ _ROUNDS = 5
 
 def median_seconds(action: Callable[[], object], device: torch.device) -> float:
     """Return the median duration of an action in seconds, without the first run."""
-    times: list[float] = []
-    for _ in range(_ROUNDS + 1):
-        synchronize(device)
-        start = time.perf_counter()
+
+    def timed() -> None:
         action()
         synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+
+    return statistics.median(timeit.repeat(timed, number=1, repeat=_ROUNDS + 1)[1:])
 
 
 def main(folder: Path, timeout: timedelta) -> int:

@@ -41,12 +41,7 @@ def run(options: Namespace) -> int:
 
 
 def plan(*, name: str | None, zone: str | None, commands: Sequence[str], alpha: bool = False) -> list[str]:
-    """Return the command line that runs commands on all hosts of a pod, in /usr/share as Accelerate does.
-
-    Example:
-        >>> plan(name="pod", zone="us-central1-a", commands=["ls"])[-3:]
-        ['--zone=us-central1-a', '--command=cd /usr/share; ls', '--worker=all']
-    """
+    """Return the command line that runs commands on all hosts of a pod, in /usr/share as Accelerate does."""
     missing = {"--tpu_name": name, "--tpu_zone": zone, "--command": commands}
     for flag, value in missing.items():
         if not value:
@@ -128,12 +123,7 @@ _DEVICES = ("accel*", "vfio/[0-9]*")
 
 
 def has_tpu(environ: Mapping[str, str], devices: Path) -> bool:
-    """Return whether this is Google Colab or a machine with a TPU.
-
-    Example:
-        >>> has_tpu({"TPU_NAME": "local"}, Path("/nowhere"))
-        True
-    """
+    """Return whether this is Google Colab or a machine with a TPU."""
     return any(name in environ for name in _TPU_VARIABLES) or any(
         next(devices.glob(pattern), None) is not None for pattern in _DEVICES
     )
@@ -146,15 +136,7 @@ _RELEASE = re.compile(r"(\d+)\.(\d+)\.\d+")
 
 
 def commands(torch: str, *, upgrade: bool, python: str = sys.executable) -> Sequence[list[str]]:
-    """Return the command lines that install torch_xla.
-
-    Raises:
-        InstallationError: torch is not a release.
-
-    Example:
-        >>> commands("2.9.1+cpu", upgrade=False, python="python")[0][4:6]
-        ['torch==2.9.1', 'torch_xla[tpu]~=2.9.0']
-    """
+    """Return the command lines that install torch_xla."""
     install = [python, "-m", "pip", "install"]
     if upgrade:
         return [[*install, "--upgrade", "torch", "torch_xla[tpu]", "--find-links", WHEELS]]

@@ -205,13 +205,8 @@ def _check_deepspeed_file(plan: LaunchPlan) -> Iterator[str]:
 
 
 _IN_DEEPSPEED_FILES = (
-    "zero_stage",
-    "gradient_clipping",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "offload_optimizer_nvme_path",
-    "offload_param_nvme_path",
-    "zero3_save_16bit_model",
+    *("zero_stage", "gradient_clipping", "zero3_save_16bit_model", "offload_optimizer_device"),
+    *("offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
 )
 """The settings that a DeepSpeed configuration file overrides."""
 

@@ -143,12 +143,6 @@ def parse_nodes(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
 
     Slurm, MPI and operators of Kubernetes (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`) do. If several tasks were
     started per node, each task is a rank, and no processes are launched.
-
-    Example:
-        >>> step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
-        >>> step |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "gpu[3-4]"}
-        >>> {path: source.value for path, source in parse_nodes(step).items()}["launch.machine_rank"]
-        1
     """
     topology, row = detect(environ), launcher_of(environ)
     if row is None or topology.world_size == 1 or is_launched(environ):
@@ -198,12 +192,7 @@ def make_plan(
     environ: Mapping[str, str],
     machine: HostDevices,
 ) -> LaunchPlan:
-    """Create the launch plan.
-
-    Raises:
-        SettingsError: Settings contradict each other or do not fit the machine. The message lists all
-            problems.
-    """
+    """Create the launch plan."""
     defaults = dict(LAUNCH_DEFAULTS)
     if merged.source_of("fsdp.auto_wrap_policy").value != "SIZE_BASED_WRAP":
         del defaults["fsdp.min_num_params"]  # The plugin warns if it is combined with another policy.

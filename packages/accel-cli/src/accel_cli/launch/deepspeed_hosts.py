@@ -28,10 +28,6 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
 
     Returns:
         0; a failure and a signal are raised.
-
-    Raises:
-        MissingDependencyError: DeepSpeed is not installed.
-        AccelError: The launcher failed.
     """
     exported, *deepspeed_arguments = arguments
     try:

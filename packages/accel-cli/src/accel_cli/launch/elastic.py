@@ -20,7 +20,7 @@ from torch.distributed import DistNetworkError, run
 from torch.distributed.elastic.multiprocessing import SignalException, api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from accel_cli.launch.launchers import WORKER
+from accel_cli.launch.launchers import STOP_SIGNALS, WORKER, handle_signals
 from accel_cli.launch.worker import EXIT_CODE_FILE
 from accel_cli.main import ERROR
 from accel_train.worker_errors import error_of_failure, format_all_errors, format_errors, read_worker_errors
@@ -150,16 +150,10 @@ class SignalForwarder:
         self._again_from = 0.0
         self._workers: list[int] = []
         # Signals that nohup, or a shell that runs this in the background, has set to be ignored.
-        self._ignored = {
-            number for number in _numbers(_STOP_SIGNALS) if signal.getsignal(number) == signal.SIG_IGN
-        }
+        self._ignored = {number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN}
 
     def end(self, number: int, frame: FrameType | None) -> None:
-        """Handle a termination signal: end the workers.
-
-        Raises:
-            Exception: The result of `error`, at the first signal.
-        """
+        """Handle a termination signal: end the workers."""
         del frame
         if number in self._ignored:
             return
@@ -190,30 +184,18 @@ class SignalForwarder:
     @contextlib.contextmanager
     def install(self) -> Generator[None]:
         """Handle signals within the block; after a signal, end the descendants of the workers."""
-        handlers = {
-            **dict.fromkeys(_numbers(_STOP_SIGNALS), self.end),
-            **dict.fromkeys(_numbers(_FORWARDED_SIGNALS), self.forward),
-        }
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        try:
-            yield
-        finally:
-            end_descendants(self._workers)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with (
+            handle_signals(("SIGINT", "SIGTERM", "SIGHUP"), self.end),
+            handle_signals(("SIGUSR1", "SIGUSR2"), self.forward),
+        ):
+            try:
+                yield
+            finally:
+                end_descendants(self._workers)
 
-
-_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
-
-_FORWARDED_SIGNALS = ("SIGUSR1", "SIGUSR2")
 
 _WAITING = "accel launch: waiting for the processes to end. Press Ctrl-C to end them immediately\n"
 """Printed at the first termination signal."""
-
-
-def _numbers(names: Iterable[str]) -> list[signal.Signals]:
-    """Return the signals with these names, as far as the system supports them."""
-    return [signal.Signals[name] for name in names if name in signal.Signals.__members__]
 
 
 _PR_SET_CHILD_SUBREAPER = 36

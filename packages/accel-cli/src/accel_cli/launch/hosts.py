@@ -163,10 +163,6 @@ def count_gpus(
         environ: The environment.
         installed: The number of installed GPUs.
         variables: The variables that may hide devices.
-
-    Example:
-        >>> count_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}, 8), count_gpus({}, 8)
-        (2, 8)
     """
     counts = [installed]
     for name in variables:
@@ -236,11 +232,7 @@ def visible_devices_variable(machine: HostDevices, distributed_type: str | None)
 
 
 def read_hosts(file: str, inclusion: str | None = None, exclusion: str | None = None) -> dict[str, int]:
-    """Read a DeepSpeed hostfile.
-
-    Raises:
-        SettingsError: The file is invalid, or a filter contains a machine or slot that is not in it.
-    """
+    """Read a DeepSpeed hostfile."""
     return filter_hosts(parse_hosts(read_lines(file, "hostfile"), file), inclusion, exclusion)
 
 
@@ -320,11 +312,7 @@ def _parse_filter(text: str, hosts: Mapping[str, int]) -> dict[str, set[int]]:
 
 
 def mpi_machines(file: str) -> tuple[str, ...]:
-    """Return the machines of an MPI hostfile.
-
-    Raises:
-        SettingsError: The file cannot be read, or is empty.
-    """
+    """Return the machines of an MPI hostfile."""
     lines = (line.partition("#")[0].split() for line in read_lines(file, "hostfile"))
     machines = tuple(dict.fromkeys(words[0].partition(":")[0] for words in lines if words))
     if not machines:
@@ -338,11 +326,7 @@ def read_commands(file: str, what: str) -> list[str]:
 
 
 def read_lines(file: str, what: str) -> list[str]:
-    """Read the lines of a text file.
-
-    Raises:
-        SettingsError: It is not UTF-8 text, or cannot be read.
-    """
+    """Read the lines of a text file."""
     try:
         return Path(file).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -69,11 +69,7 @@ def _job_name(plan: LaunchPlan) -> str:
 
 
 def manifest(plan: LaunchPlan, name: str) -> dict[str, Any]:
-    """Return the manifest to submit.
-
-    Raises:
-        SettingsError: No image is set.
-    """
+    """Return the manifest to submit."""
     cluster = plan.settings.cluster
     if cluster.image is None:
         raise SettingsError(
@@ -96,12 +92,8 @@ def manifest(plan: LaunchPlan, name: str) -> dict[str, Any]:
     }
     build, version, kind = _FORMATS[cluster.format]
     metadata = {"name": name, **namespace, **labels}
-    return {
-        "apiVersion": version,
-        "kind": kind,
-        "metadata": metadata,
-        "spec": build(plan, name, container, resources),
-    }
+    spec = build(plan, name, container, resources)
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def _train_job(

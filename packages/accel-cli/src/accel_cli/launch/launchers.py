@@ -63,11 +63,7 @@ class Launcher:
 
 
 def choose_launcher(plan: LaunchPlan) -> Launcher:
-    """Return the launcher that the settings select, else the first that applies.
-
-    Raises:
-        SettingsError: The selected launcher cannot start the requested job.
-    """
+    """Return the launcher that the settings select, else the first that applies."""
     fitting = next(row for row in LAUNCHERS.available().values() if row.applies(plan))
     selected = plan.launcher
     if selected is None:
@@ -127,11 +123,7 @@ def say(text: str) -> None:
 
 
 def require_library(launcher: str, module: str, title: str, extra: str | None = None) -> None:
-    """Check that the library of a launcher is installed.
-
-    Raises:
-        MissingDependencyError: It is not; the message names the extra that installs it.
-    """
+    """Check that the library of a launcher is installed."""
     if find_spec(module) is None:
         raise MissingDependencyError(
             f"--launcher {launcher} needs {title}, which is not installed: "
@@ -140,11 +132,7 @@ def require_library(launcher: str, module: str, title: str, extra: str | None = 
 
 
 def require_program(name: str, what: str, environ: Mapping[str, str]) -> str:
-    """Return the path of a program.
-
-    Raises:
-        MissingDependencyError: It is not on the PATH.
-    """
+    """Return the path of a program."""
     path = shutil.which(name, path=environ.get("PATH"))
     if path is None:
         raise MissingDependencyError(f"{what}, which is not on the PATH: install it.")
@@ -152,21 +140,13 @@ def require_program(name: str, what: str, environ: Mapping[str, str]) -> str:
 
 
 def require_script(plan: LaunchPlan) -> None:
-    """Check that the script exists.
-
-    Raises:
-        SettingsError: It does not exist.
-    """
+    """Check that the script exists."""
     if not (plan.launch.module or plan.launch.no_python or Path(plan.script).exists()):
         raise SettingsError(f"the script {plan.script!r} does not exist.")
 
 
 def script_words(plan: LaunchPlan, *switches: str) -> list[str]:
-    """Return the script and its arguments, after switches; of a program that is no Python, without these.
-
-    Raises:
-        SettingsError: The program that `--no_python` runs is not found.
-    """
+    """Return the script and its arguments, after switches; of a program that is no Python, without these."""
     if plan.launch.no_python:
         path = shutil.which(plan.script, path=plan.environ.get("PATH"))
         if path is None:
@@ -327,15 +307,14 @@ def mpi_words(plan: LaunchPlan) -> list[str]:
 
 def mpi_arguments(plan: LaunchPlan, *, is_open: bool) -> list[str]:
     """Return the arguments of `mpirun`."""
-    environ = plan.environ
-    exported = [name for name in environ if name in BY_VARIABLE or name in _MPI_VARIABLES]
+    exported = [name for name in plan.environ if name in BY_VARIABLE or name in _MPI_VARIABLES]
     hostfile = str(Path(plan.settings.mpi.hostfile or "").expanduser())
     if is_open:
         hosts = ["--hostfile", hostfile, "--map-by", f"ppr:{plan.local_processes}:node"]
-        variables = [word for name in exported for word in ("-x", f"{name}={environ[name]}")]
+        variables = [word for name in exported for word in ("-x", name)]  # no value, which others could see
     else:
         hosts = ["-f", hostfile, "-ppn", str(plan.local_processes)]
-        variables = [word for name in exported for word in ("-genv", name, environ[name])]
+        variables = ["-genvlist", ",".join(exported)]
     python = [] if plan.launch.no_python else [sys.executable, "-m", WORKER]
     return ["-n", str(plan.num_processes), *hosts, *variables, *python, *script_words(plan, "--aloud")]
 
@@ -356,15 +335,7 @@ _HYDRA = ("Intel(R) MPI", "MVAPICH", "HYDRA")
 
 
 def is_open_mpi(version: str) -> bool:
-    """Return whether an `mpirun` is that of Open MPI, by the output of its `--version`.
-
-    Raises:
-        SettingsError: It is neither Open MPI nor based on Hydra.
-
-    Example:
-        >>> is_open_mpi("mpirun (Open MPI) 4.1.4"), is_open_mpi("HYDRA build details:")
-        (True, False)
-    """
+    """Return whether an `mpirun` is that of Open MPI, by the output of its `--version`."""
     if "Open MPI" not in version and not any(sign in version for sign in _HYDRA):
         raise SettingsError(
             f"the version of mpirun is {version.strip()[:80]!r}: supported are Open MPI, Intel MPI, MVAPICH, "
@@ -451,11 +422,7 @@ def pod_arguments(plan: LaunchPlan, file: str) -> list[str]:
 
 
 def ssh_arguments(name: str | None, zone: str | None, command: str, worker: str = "all") -> list[str]:
-    """Return the arguments of `gcloud` that run a command on machines of a pod.
-
-    Raises:
-        SettingsError: `gcloud` could parse the name as an option.
-    """
+    """Return the arguments of `gcloud` that run a command on machines of a pod."""
     if name is not None and name.startswith("-"):
         raise SettingsError(
             f"tpu_name is {name!r}, which gcloud would read as an option: it is not a valid name."
@@ -529,12 +496,7 @@ def _shutdown_variables(plan: LaunchPlan) -> dict[str, str]:
 
 
 def xla_formats(mixed_precision: str | None, *, downcast: bool) -> dict[str, str]:
-    """Return the variables that make torch_xla store floating-point numbers as bfloat16.
-
-    Example:
-        >>> xla_formats("bf16", downcast=False), xla_formats("no", downcast=True)
-        ({'XLA_USE_BF16': '1'}, {})
-    """
+    """Return the variable that makes torch_xla store floating-point numbers as bfloat16."""
     if mixed_precision != "bf16":
         return {}
     return {"XLA_DOWNCAST_BF16" if downcast else "XLA_USE_BF16": "1"}

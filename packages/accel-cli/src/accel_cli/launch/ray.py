@@ -82,11 +82,7 @@ def bundles(plan: LaunchPlan) -> list[dict[str, int]]:
 
 
 def node_words(plan: LaunchPlan) -> list[str]:
-    """Return the arguments of `accel launch` on each node, without its rank and the rendezvous.
-
-    Raises:
-        SettingsError: Arguments are for launches by hand.
-    """
+    """Return the arguments of `accel launch` on each node, without its rank and the rendezvous."""
     if names := [plan.origin(path) for path in _BY_HAND if plan.is_set(path)]:
         is_one = "is" if len(names) == 1 else "are"
         raise SettingsError(f"{', '.join(names)} {is_one} not supported with --launcher ray.")

@@ -35,12 +35,7 @@ DEFAULT_RESTARTS = 3
 
 
 def run(plan: LaunchPlan) -> int:
-    """Start the lighthouse, unless one is running, and run the groups; return the exit code of the job.
-
-    Raises:
-        SettingsError: Groups would differ in size, or there are fewer groups than required.
-        MissingDependencyError: torchft is not installed.
-    """
+    """Start the lighthouse, unless one is running, and run the groups; return the exit code of the job."""
     require_script(plan)
     words = group_words(plan)
     require_library("replicas", "torchft", "torchft", "accel-plugins[torchft]")
@@ -68,11 +63,7 @@ def show(plan: LaunchPlan) -> str:
 
 
 def group_words(plan: LaunchPlan) -> list[str]:
-    """Return the arguments of the elastic agent of each group.
-
-    Raises:
-        SettingsError: Groups would differ in size, or there are fewer groups than required.
-    """
+    """Return the arguments of the elastic agent of each group."""
     groups, least = plan.settings.replicas.groups, plan.settings.replicas.min_groups
     total = plan.num_processes
     if processes_per_group(plan) * groups != total and (

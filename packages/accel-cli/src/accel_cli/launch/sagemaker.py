@@ -17,12 +17,7 @@ from accel_state.settings import to_environ
 
 
 def run(plan: LaunchPlan) -> int:
-    """Start a job.
-
-    Raises:
-        SettingsError: The script is no file, or a file of inputs or metrics cannot be used.
-        MissingDependencyError: The SDK is not installed.
-    """
+    """Start a job."""
     request = job_request(plan)
     set_environment(plan.environ)
     try:
@@ -90,15 +85,7 @@ _DISTRIBUTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of a script in SageMaker's form: a value for every flag.
-
-    Raises:
-        SettingsError: An argument belongs to no flag, or a flag has no value.
-
-    Example:
-        >>> hyperparameters(["--lr", "0.1", "--epochs=3", "--name", "run 1"])
-        {'lr': 0.1, 'epochs': 3, 'name': 'run 1'}
-    """
+    """Return the arguments of a script in SageMaker's form: a value for every flag."""
     values: dict[str, Any] = {}
     remaining = list(words)
     while remaining:

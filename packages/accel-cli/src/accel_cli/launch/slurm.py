@@ -94,11 +94,7 @@ def _sbatch_options(plan: LaunchPlan) -> Iterator[list[str]]:
 
 
 def _split_options(text: str, origin: str) -> list[str]:
-    """Split options as a shell does.
-
-    Raises:
-        SettingsError: The text is not a list of options, or does not fit on a line of the script.
-    """
+    """Split options as a shell does."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -170,34 +166,18 @@ def _call(*words: str, script: str | None = None) -> subprocess.CompletedProcess
 
 
 def parse_record(line: str) -> dict[str, str]:
-    """Parse a line of `scontrol --oneliner`.
-
-    Example:
-        >>> parse_record("JobId=7 JobState=RUNNING StdOut=/my runs/slurm-7.out Power=")
-        {'JobId': '7', 'JobState': 'RUNNING', 'StdOut': '/my runs/slurm-7.out', 'Power': ''}
-    """
+    """Parse a line of `scontrol --oneliner`."""
     return dict(re.findall(r"(\S+?)=(.*?)(?=\s+[\w:/]+=|\s*$)", line))
 
 
 def has_ended(record: dict[str, str]) -> bool:
-    """Return whether a job has ended and will not restart.
-
-    Example:
-        >>> has_ended({"JobState": "PREEMPTED", "Requeue": "1"}), has_ended({"JobState": "FAILED"})
-        (False, True)
-    """
+    """Return whether a job has ended and will not restart."""
     state = record["JobState"]
     return state in _ENDED or (state in _QUEUED_AGAIN and record.get("Requeue") != "1")
 
 
 def exit_code(record: dict[str, str]) -> int:
-    """Return the exit code of a job that has ended, in a shell's convention.
-
-    Example:
-        >>> states = ("FAILED", "3:0"), ("CANCELLED", "0:15"), ("TIMEOUT", "0:0")
-        >>> [exit_code({"JobState": state, "ExitCode": code}) for state, code in states]
-        [3, 143, 1]
-    """
+    """Return the exit code of a job that has ended, in a shell's convention."""
     code, _, number = record.get("ExitCode", "").partition(":")
     if int(number or 0):
         return 128 + int(number)

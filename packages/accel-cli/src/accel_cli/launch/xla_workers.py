@@ -25,10 +25,6 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
 
     Returns:
         0; errors are raised.
-
-    Raises:
-        MissingDependencyError: torch_xla is not installed, or was built for another torch.
-        SettingsError: The script does not define the function.
     """
     processes, function, *words = arguments
     is_module = words[:1] == ["-m"] and bool(words.pop(0))
