@@ -110,7 +110,14 @@ STEPS = (  # long ones first; not all those together that would compile the same
         once_more=ONCE_MORE,
     ),
     Step("types", "pyright, strict", (PYTHON, "-m", "pyright", "--pythonpath", PYTHON)),
-    Step("xla", "training on XLA devices, as on the CPU", XLA, thorough=("--all",), once_more=XLA),
+    Step(
+        "xla",
+        "training on XLA devices, as on the CPU (with --all)",
+        XLA,
+        thorough=("--all",),
+        slow=True,
+        once_more=XLA,
+    ),
     Step(
         "unit",
         "each package's own tests and docstring examples",

@@ -71,7 +71,7 @@ def test_torch_takes_no_word_of_the_script_for_an_option_of_its_own():
 )
 def test_one_process_per_device_unless_somebody_says_otherwise(line, machine, processes, runner):
     made = plan(*line, machine=machine)
-    assert (made.launch.num_processes, made.runner) == (processes, runner)
+    assert (made.launch.num_processes, made.row.name) == (processes, runner)
 
 
 def test_the_settings_reach_the_worker_and_stale_ones_do_not():

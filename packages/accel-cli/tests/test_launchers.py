@@ -77,7 +77,7 @@ def pairs(words):
 def test_each_kind_of_mpirun_gets_its_own_flags(version, expected, script):
     line = ["--mpirun_hostfile", "hosts", "--num_processes", "4", "--num_machines", "2"]
     made = plan(*line, file={"distributed_type": "MULTI_CPU"}, script=script)
-    assert made.runner == "mpirun"
+    assert made.row.name == "mpirun"
     assert made.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}
     environ = {name: value for name, value in made.environ.items() if name != "MASTER_PORT"}
     made = replace(made, environ={**environ, "MASTER_ADDR": "n1"})
@@ -139,7 +139,7 @@ HOSTS = ["--use_deepspeed", "--deepspeed_hostfile", "hosts", "--num_machines", "
 )  # fmt: skip
 def test_a_hostfile_is_handed_to_deepspeeds_launcher(line, expected):
     made = plan(*HOSTS, *line, "--zero_stage", "3", machine=replace(EIGHT, hosts={"a": 8, "b": 4}))
-    assert (made.runner, made.launch.num_processes) == ("deepspeed", 12)
+    assert (made.row.name, made.launch.num_processes) == ("deepspeed", 12)
     words = launchers.deepspeed_words(made)
     assert words[-3:] == ["train.py", "--lr", "1"]
     assert {*expected, ("--hostfile", "hosts")} <= {*pairs(words)}
@@ -153,7 +153,7 @@ def test_the_hostfile_says_how_many_machines_there_are():
     machine = replace(EIGHT, hosts={"a": 8, "b": 4, "c": 4})
     launch = plan(*line, machine=machine).launch
     assert (launch.num_machines, launch.num_processes) == (3, 16)
-    assert plan(*line, machine=replace(EIGHT, hosts={"a": 8})).runner == "torchrun"
+    assert plan(*line, machine=replace(EIGHT, hosts={"a": 8})).row.name == "torchrun"
     with pytest.raises(
         SettingsError, match=r"--num_machines is 2, but the hostfile 'hosts' has 3 usable machines"
     ):
@@ -170,7 +170,7 @@ def test_the_standard_launcher_is_started_on_each_machine_by_hand():
         "1",
     ]
     made = plan(*HOSTS, *line, "--num_processes", "16", "--machine_rank", "1")
-    assert (made.runner, made.local_processes) == ("torchrun", 8)
+    assert (made.row.name, made.local_processes) == ("torchrun", 8)
 
 
 def test_both_filters_at_once_are_refused():
@@ -259,7 +259,7 @@ STEP = {
 def test_one_task_per_machine_of_slurm_starts_the_processes_of_its_machine():
     made = plan(environ=STEP)
     launch = made.launch
-    assert made.runner == "torchrun"
+    assert made.row.name == "torchrun"
     assert (launch.num_processes, launch.num_machines, launch.machine_rank) == (24, 3, 2)
     assert (launch.main_process_ip, launch.main_process_port) == ("gpu07", 15018)  # 15000 + 15001 % 14983
 
@@ -267,7 +267,7 @@ def test_one_task_per_machine_of_slurm_starts_the_processes_of_its_machine():
 def test_several_tasks_of_slurm_on_a_machine_are_the_processes():
     environ = {**STEP, "SLURM_NTASKS": "24", "SLURM_STEP_TASKS_PER_NODE": "8(x3)"}
     made = plan(environ=environ)
-    assert (made.runner, made.launch.num_processes) == ("simple", 24)
+    assert (made.row.name, made.launch.num_processes) == ("simple", 24)
     assert made.environ.items() >= environ.items()
 
 
@@ -282,7 +282,7 @@ def test_several_tasks_of_slurm_on_a_machine_are_the_processes():
 def test_one_process_per_node_of_a_scheduler_starts_the_processes_of_its_node(pod):
     made = plan(environ=pod)
     launch = made.launch
-    assert made.runner == "torchrun"
+    assert made.row.name == "torchrun"
     assert (launch.num_processes, launch.num_machines, launch.machine_rank) == (16, 2, 1)
     assert (launch.main_process_ip, launch.main_process_port) == ("10.0.0.1", 23456)
     line = ["--num_machines", "4", "--num_processes", "8", "--machine_rank", "3", "--main_process_ip", "a"]
@@ -296,7 +296,7 @@ def test_numbers_of_ranks_without_an_address_are_left_over():
 
 def test_a_number_of_processes_that_the_launcher_did_not_start_is_refused():
     ranks = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
-    assert plan("--num_processes", "8", environ=ranks).runner == "simple"
+    assert plan("--num_processes", "8", environ=ranks).row.name == "simple"
     with pytest.raises(SettingsError, match=r"--num_processes requests 4 .* torchrun .* one of 8"):
         plan("--num_processes", "4", environ=ranks)
 
@@ -329,7 +329,7 @@ POD = {
 def test_a_pod_runs_the_command_on_every_machine():
     made = plan(file=POD)
     words = launchers.pod_arguments(made, ".variables")
-    assert made.runner == "pod"
+    assert made.row.name == "pod"
     assert words[:6] == ["compute", "tpus", "tpu-vm", "ssh", "pod", "--zone=us-central1-a"]
     assert words[-1] == "--worker=all"
     before, line = words[-2].removeprefix("--command=").split("; ")
@@ -381,7 +381,7 @@ def test_every_machine_of_a_pod_shards_as_the_file_says():
     start = words.index("accel")
     variables = dict(word.split("=", 1) for word in words[1:start])
     remote = plan(*words[start + 2 : -3], environ=variables)
-    assert remote.runner == "xla_spmd"
+    assert remote.row.name == "xla_spmd"
     assert remote.merged.settings.fsdp == made.merged.settings.fsdp
     assert remote.merged.settings.precision.mixed_precision == "bf16"
 
@@ -432,7 +432,7 @@ def test_a_pod_that_has_no_name_is_refused():
 def test_one_tpu_machine_runs_a_function_of_the_script(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("calls = []\ndef main():\n    calls.append(__name__)\n")
     made = plan("--tpu", "--mixed_precision", "bf16", script=str(tmp_path / "train.py"))
-    assert (made.runner, made.environ["XLA_USE_BF16"]) == ("xla", "1")
+    assert (made.row.name, made.environ["XLA_USE_BF16"]) == ("xla", "1")
     other = plan("--tpu", "--downcast_bf16", script=str(tmp_path / "train.py"))
     assert not {"XLA_USE_BF16", "XLA_DOWNCAST_BF16"} & other.environ.keys()
     monkeypatch.setattr(sys, "argv", [])
@@ -451,7 +451,7 @@ def test_one_process_drives_a_tpu_machine_where_the_compiler_shards(tmp_path):
     (tmp_path / "train.py").touch()
     file = {"distributed_type": "XLA", "fsdp_config": {"xla": True, "xla_fsdp_v2": True}}
     made = plan(file=file, script=str(tmp_path / "train.py"))
-    assert made.runner == "xla_spmd"
+    assert made.row.name == "xla_spmd"
     assert made.row.explain.startswith("one process drives all chips")
     assert "-m accel_cli.launch.xla_workers one main " in made.row.show(made)
 

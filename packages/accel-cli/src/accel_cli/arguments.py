@@ -373,13 +373,9 @@ def _number(made: _ActionsContainer, flag: str, text: str, metavar: str = "N", *
 
 def count(text: str) -> int:
     """Parse an integer of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
+    return int(text)
 
 
 def size(text: str) -> int:

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name, *words = argv
     try:
-        command = find_command(name)
+        command = COMMANDS.get(name) or installed_commands().get(name)
         if command is None:
             known = (*COMMANDS, *installed_commands())
             hint = did_you_mean(name, known, f"there are {', '.join(known)}.")
@@ -54,11 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(name: str) -> int:
     """Run a subcommand with the arguments of this process."""
     return main([name, *sys.argv[1:]])
-
-
-def find_command(name: str) -> Callable[[Sequence[str]], int] | None:
-    """Return a subcommand of this or of another distribution."""
-    return COMMANDS.get(name) or installed_commands().get(name)
 
 
 def installed_commands() -> dict[str, Callable[[Sequence[str]], int]]:

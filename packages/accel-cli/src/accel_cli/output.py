@@ -160,12 +160,10 @@ def redact_line(words: Sequence[str]) -> list[str]:
 REDACTED = "<redacted>"
 """The replacement of a secret."""
 
-_SECRET_WORDS = frozenset(
-    {
-        *("token", "tokens", "secret", "secrets", "password", "passwd", "key", "keys", "apikey"),
-        *("credential", "credentials", "auth", "cookie"),
-    }
-)
+_SECRET_WORDS = {
+    *("token", "tokens", "secret", "secrets", "password", "passwd", "key", "keys", "apikey"),
+    *("credential", "credentials", "auth", "cookie"),
+}
 """Words of names, between underscores, dots or dashes, whose values are secrets."""
 
 _SECRETS = re.compile(

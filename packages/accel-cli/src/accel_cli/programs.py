@@ -240,7 +240,7 @@ def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str
     plan = plan_of(args, {"use_deepspeed": True})
     launchers.require_script(plan)
     module, words = launchers.ELASTIC, launchers.torchrun_words
-    if plan.runner == "deepspeed":
+    if plan.row.name == "deepspeed":
         module, words = launchers.DEEPSPEED_HOSTS, launchers.deepspeed_words
     return [sys.executable, "-m", module, *words(plan)], dict(plan.environ)
 

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from accel_cli.config_file import read_config
@@ -80,7 +81,11 @@ def report(
         "libraries": _versions(_LIBRARIES),
         "experimental": [_EXPERIMENTAL[name] for name in _versions(_EXPERIMENTAL)],
         "programs": [name for name in _PROGRAMS if shutil.which(name, path=environ.get("PATH"))],
-        "cpu": {"cores": os.cpu_count(), "memory in GB": _memory(), "shared memory in GB": _shared_memory()},
+        "cpu": {
+            "cores": os.cpu_count(),
+            "memory in GB": round(psutil.virtual_memory().total / 1e9, 1),
+            "shared memory in GB": _shared_memory(),
+        },
         **{
             name: _import_and_report(module, collect)
             for name, (module, collect) in imported_facts.items()
@@ -107,12 +112,6 @@ def _versions(names: Iterable[str]) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
-
-
-def _memory() -> float | None:
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
-        return None
-    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1)
 
 
 def _shared_memory() -> float | None:

@@ -127,7 +127,7 @@ def run(options: Namespace) -> int:
         started = time.monotonic()
         with working("running the checks on every device"):
             code, output = launch(launch_line(options, folder), options.timeout)
-        reports = read_reports(folder)
+        reports = sorted(map(read_json, folder.glob("rank*.json")), key=lambda report: report["rank"])
         seconds = time.monotonic() - started
     if not reports:
         sys.stderr.write(output)
@@ -184,11 +184,6 @@ def launch(line: Sequence[str], limit: float) -> tuple[int, str]:
                     process.kill()
         output.seek(0)
         return process.returncode, output.read().decode(errors="replace")
-
-
-def read_reports(folder: Path) -> list[Report]:
-    """Read the reports of the processes, by rank."""
-    return sorted(map(read_json, folder.glob("rank*.json")), key=lambda report: report["rank"])
 
 
 def _report(

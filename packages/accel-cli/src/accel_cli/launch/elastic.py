@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         except SignalException as error:
             _write("" if quiet else format_all_errors(read_worker_errors(Path(folder))))
             codes = [int(file.read_text(encoding="ascii")) for file in Path(folder).rglob(EXIT_CODE_FILE)]
-            if codes and len(codes) == forwarder.worker_count:  # The script has handled the signal.
+            if codes and len(codes) == len(forwarder.workers):  # The script has handled the signal.
                 return max(codes)
             return _SIGNAL_CODE + int(error.sigval)
         except DistNetworkError as error:
@@ -148,7 +148,7 @@ class SignalForwarder:
         self._ctrl_c_seconds = ctrl_c_seconds
         self.first: signal.Signals | None = None
         self._again_from = 0.0
-        self._workers: list[int] = []
+        self.workers: list[int] = []
         # Signals that nohup, or a shell that runs this in the background, has set to be ignored.
         self._ignored = {number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN}
 
@@ -160,19 +160,14 @@ class SignalForwarder:
         if self.first is not None:
             # When a terminal closes, it and its shell both signal all processes.
             if number == signal.SIGINT and time.monotonic() > self._again_from:
-                kill(self._workers, getattr(signal, "SIGKILL", signal.SIGTERM))
+                kill(self.workers, getattr(signal, "SIGKILL", signal.SIGTERM))
             return
         self.first, self._again_from = signal.Signals(number), time.monotonic() + self._ctrl_c_seconds
-        self._workers = children()
-        if self._workers and not self._quiet:
+        self.workers = children()
+        if self.workers and not self._quiet:
             with contextlib.suppress(OSError):  # The terminal may be closed.
                 os.write(2, _WAITING.encode())
         raise self._error(f"got {self.first.name}", self.first)
-
-    @property
-    def worker_count(self) -> int:
-        """Return the number of workers at the first termination signal."""
-        return len(self._workers)
 
     def forward(self, number: int, frame: FrameType | None) -> None:
         """Handle a user signal: send it to the workers."""
@@ -191,7 +186,7 @@ class SignalForwarder:
             try:
                 yield
             finally:
-                end_descendants(self._workers)
+                end_descendants(self.workers)
 
 
 _WAITING = "accel launch: waiting for the processes to end. Press Ctrl-C to end them immediately\n"

@@ -403,16 +403,8 @@ def show_pod(plan: LaunchPlan) -> str:
 def copy_arguments(plan: LaunchPlan, path: Path) -> list[str]:
     """Return the arguments of `gcloud` that copy a file to the home folders of the machines."""
     *_, zone, _, worker = pod_arguments(plan, path.name)
-    return [
-        "compute",
-        "tpus",
-        "tpu-vm",
-        "scp",
-        str(path),
-        f"{plan.settings.tpu.name}:{path.name}",
-        zone,
-        worker,
-    ]
+    pod = f"{plan.settings.tpu.name}:{path.name}"
+    return [*("compute", "tpus", "tpu-vm", "scp"), str(path), pod, zone, worker]
 
 
 def pod_arguments(plan: LaunchPlan, file: str) -> list[str]:
@@ -449,10 +441,6 @@ def remote_command(plan: LaunchPlan, file: str) -> str:
         reading = ["sh", "-c", '. "$0" && rm -f "$0" && exec "$@"']
         command = f'{shlex.join([*before, *reading])} "$HOME"/{file} {shlex.join(line)}'
     return "; ".join([*(plan.machine.commands or tpu.commands), command])
-
-
-def _is_selected(name: str, plan: LaunchPlan) -> bool:
-    return plan.launch.launcher == name
 
 
 def _needs_torchrun(plan: LaunchPlan) -> bool:
@@ -541,12 +529,14 @@ _on_xla = partial(_by_words, words=xla_words, module="accel_cli.launch.xla_worke
 def _by_module(
     name: str,
     explain: str,
-    applies: Callable[[LaunchPlan], bool],
+    applies: Callable[[LaunchPlan], bool] | None = None,
     *,
     environ: Callable[[LaunchPlan], Mapping[str, str]] = lambda _: {},
-    remote: bool = False,
 ) -> Launcher:
-    """Return the row of a module of its name with `run` and `show`, which is imported when one is called."""
+    """Return the row of a module of its name with `run` and `show`, which is imported when one is called.
+
+    Without `applies` it starts processes on other machines, and is only used if it is selected.
+    """
 
     def load() -> Any:
         return import_module(f"accel_cli.launch.{name}")
@@ -554,11 +544,11 @@ def _by_module(
     return Launcher(
         name=name,
         explain=explain,
-        applies=applies,
+        applies=applies or (lambda plan: plan.launch.launcher == name),
         run=lambda plan: load().run(plan),
         show=lambda plan: load().show(plan),
         environ=environ,
-        remote=remote,
+        remote=applies is None,
     )
 
 
@@ -588,14 +578,9 @@ BUILT_IN: Mapping[str, Launcher] = {
             "torch_xla starts a process for every chip of this machine",
             lambda plan: plan.launch.on_tpu,
         ),
-        *(
-            _by_module(name, explain, partial(_is_selected, name), remote=True)
-            for name, explain in (
-                ("slurm", "a Slurm job runs this command on each of its nodes"),
-                ("ray", "an actor of Ray runs this command on each node, in a placement group"),
-                ("kubeflow", "pods of a Kubernetes job run this command"),
-            )
-        ),
+        _by_module("slurm", "a Slurm job runs this command on each of its nodes"),
+        _by_module("ray", "an actor of Ray runs this command on each node, in a placement group"),
+        _by_module("kubeflow", "pods of a Kubernetes job run this command"),
         _by_module(
             "replicas",
             "an elastic agent starts each replica group, and torchft tracks which are alive",

@@ -83,11 +83,6 @@ class LaunchPlan:
         return self.launcher
 
     @property
-    def runner(self) -> str:
-        """Return the name of the launcher."""
-        return self.row.name
-
-    @property
     def remote(self) -> bool:
         """Return whether the launcher starts processes on other machines."""
         return self.launcher is not None and self.launcher.remote
