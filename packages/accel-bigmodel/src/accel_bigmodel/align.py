@@ -175,11 +175,15 @@ class AlignDevicesHook(ModelHook):
             return module
         stay = get_non_persistent_buffers(module, self.place_submodules, fqns=True)
         stay = stay if self.offload_buffers else buffers.keys() | stay
-        offloaded = {name: tensor for name, tensor in tensors.items() if name not in stay}
-        self.original_devices = {name: tensor.device for name, tensor in offloaded.items()}
-        if self.weights_map is None:
-            self.weights_map = {name: tensor.data.to("cpu") for name, tensor in offloaded.items()}
-        self.slots = [slot_of(tensor, module, name) for name, tensor in offloaded.items()]
+        weights: dict[str, Tensor] = {}
+        self.original_devices, self.slots = {}, []
+        for name, tensor in tensors.items():
+            if name not in stay:
+                self.original_devices[name] = tensor.device
+                if self.weights_map is None:
+                    weights[name] = tensor.data.to("cpu")
+                self.slots.append(slot_of(tensor, module, name))
+        self.weights_map = weights if self.weights_map is None else self.weights_map
         for slot in self.slots:
             slot.leave()
         if self.execution_device is not None:
@@ -279,7 +283,7 @@ class AlignDevicesHook(ModelHook):
 
     def _load(self) -> None:
         device = torch.device("cpu" if self.execution_device is None else self.execution_device)
-        weights, tied = self.weights_map or {}, self.tied_params_map
+        weights, tied = {} if self.weights_map is None else self.weights_map, self.tied_params_map
         try:
             for slot in self.slots:
                 value = weights[slot.name]
@@ -399,7 +403,7 @@ def attach_align_device_hook(
         "skip_keys": skip_keys,
         "tied_params_map": tied_params_map,
     }
-    if is_loaded_together or any(True for _ in named_module_tensors(module)):
+    if is_loaded_together or next(named_module_tensors(module), None) is not None:
         weights = PrefixedDataset(weights_map, prefix) if offload and weights_map is not None else None
         hook = AlignDevicesHook(
             execution_device, offload, weights_map=weights, place_submodules=is_loaded_together, **options
@@ -429,7 +433,7 @@ def attach_execution_device_hook(
     No hook is attached to submodules of classes in `preload_module_classes`; the other arguments are as in
     `attach_align_device_hook`.
     """
-    if hook_of(module) is None and any(True for _ in named_module_tensors(module, recurse=True)):
+    if hook_of(module) is None and next(named_module_tensors(module, recurse=True), None) is not None:
         hook = AlignDevicesHook(
             execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map, only=()
         )

@@ -464,13 +464,23 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
             "{'': 0}"
         )
     for name, device in device_map.items():
-        _check_device(name, device)
-    known = known_entries(model, device_map)
-    unknown = [name for name in device_map if name not in known]
-    names = [name for name, _ in named_module_tensors(model, recurse=True)]
-    unplaced = [name for name in names if device_of(name, device_map) is None]
-    stray = some_of([repr(name) for name in unknown])
-    if unplaced:
+        if not isinstance(name, str):
+            raise SettingsError(f"the device_map has the key {name!r}: keys are names of modules or tensors")
+        try:
+            if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+                raise ValueError(device)
+            if device != "disk":
+                torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        except (RuntimeError, ValueError) as error:
+            raise SettingsError(
+                f"the device_map sends {some_of([name])!r} to {reprlib.repr(device)}, which is not a "
+                "device: use 0, 'cpu' or 'disk'"
+            ) from error
+    known, stray = known_entries(model, device_map), ""
+    if len(known) < len(device_map):
+        stray = some_of([repr(name) for name in device_map if name not in known])
+    names = dict(named_module_tensors(model, recurse=True))
+    if unplaced := [name for name in names if device_of(name, device_map) is None]:
         also = f"names no part of {type(model).__name__}: {stray}, and " if stray else ""
         raise SettingsError(
             f"the device_map {also}has no device for {some_of(unplaced)}. Add them, or '' for the rest"
@@ -492,25 +502,12 @@ def known_entries(model: nn.Module, device_map: Mapping[str, Device]) -> dict[st
         >>> known_entries(nn.Sequential(nn.Linear(2, 2)), {"0": "cpu", "1": 0})
         {'0': 'cpu'}
     """
-    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    names = {
+        *dict(model.named_modules(remove_duplicate=False)),
+        *dict(model.named_parameters(remove_duplicate=False)),
+        *dict(model.named_buffers(remove_duplicate=False)),
+    }
     return {name: device for name, device in device_map.items() if name in names}
-
-
-def _check_device(name: object, device: object) -> None:
-    if not isinstance(name, str):
-        raise SettingsError(f"the device_map has the key {name!r}: keys are names of modules or tensors")
-    try:
-        if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
-            raise ValueError(device)
-        if device != "disk":
-            torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except (RuntimeError, ValueError) as error:
-        raise SettingsError(
-            f"the device_map sends {some_of([name])!r} to {reprlib.repr(device)}, which is not a "
-            "device: use 0, 'cpu' or 'disk'"
-        ) from error
 
 
 def check_tied_parameters_on_same_device(

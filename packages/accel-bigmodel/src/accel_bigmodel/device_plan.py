@@ -260,7 +260,12 @@ def flatten_map(model: nn.Module, device_map: Mapping[str, T]) -> dict[str, T]:
         >>> flatten_map(model, {"": 0, "1.bias": "cpu"})
         {'0': 0, '1.weight': 0, '1.bias': 'cpu'}
     """
-    above = {prefix for name in device_map if name for prefix in _parents(name)}
+    above: set[str] = set()
+    for name in device_map:
+        parent = name
+        while parent:
+            parent = parent.rpartition(".")[0]
+            above.add(parent)
     return _flat_entries(model, "", None, device_map, above)
 
 
@@ -280,8 +285,3 @@ def _flat_entries(
         if child is not None:
             flat |= _flat_entries(child, prefix + leaf, target, device_map, above)
     return flat
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,23 +113,30 @@ def dispatch_model(
         _hook_encoder(model)
         vars(model)["hf_device_map"] = asked
         return model
-    _warn_of_peer_access(devices)
+    accelerators = [device for device in devices if str(device) not in _STORAGE]
+    if len(accelerators) > 1:
+        _warn_of_peer_access(accelerators)
     if main_device is None:
-        main_device = next((device for device in devices if str(device) not in _STORAGE), "cpu")
+        main_device = accelerators[0] if accelerators else "cpu"
     main = torch.device(main_device)
     tied = shared_names(model)
+    tied_map: TiedMap = {}
     for group in tied:
+        first = model_tensors(model)[group[0]]
+        if not first.is_meta:
+            tied_map[first.data_ptr()] = {}
         sent = {name: device_of(name, device_map) for name in group}
-        resident = [device for device in sent.values() if device is not None and _is_on(device, main)]
-        if resident:  # a weight that is tied to one on the main device is there
-            device_map |= {name: resident[0] for name, device in sent.items() if str(device) in _STORAGE}
-    check_tied_parameters_on_same_device(tied, device_map)
+        on_main = [device for device in sent.values() if device is not None and _is_on(device, main)]
+        if on_main:  # a weight that is tied to one on the main device is there
+            device_map |= {name: on_main[0] for name, device in sent.items() if str(device) in _STORAGE}
+    if tied:
+        check_tied_parameters_on_same_device(tied, device_map)
     device_map = flatten_map(model, device_map)
-    offloaded = {
-        name: device
-        for name, device in device_map.items()
-        if device == "disk" or (str(device) == "cpu" and main.type != "cpu")
-    }
+    offloaded: dict[str, Device] = {}
+    resident: dict[str, Device] = {}
+    for name, device in device_map.items():
+        is_offloaded = device == "disk" or (str(device) == "cpu" and main.type != "cpu")
+        (offloaded if is_offloaded else resident)[name] = device
     weights = OffloadedWeightsLoader(state_dict={})
     if offloaded:
         weights = collect_weights(
@@ -145,19 +152,20 @@ def dispatch_model(
     _hook(
         model,
         main,
-        {name: device for name, device in device_map.items() if name not in offloaded},
+        resident,
         [*offloaded],
         weights,
         preload_module_classes,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
-        tied_params_map=_tied_map(model, tied),
+        tied_params_map=tied_map,
     )
-    # Tied parameters on different devices become separate copies.
-    together = [group for group in tied if len({device_of(name, device_map) for name in group}) == 1]
-    retie_parameters(model, together)
+    for group in tied:  # on different devices they become separate copies
+        if len({device_of(name, device_map) for name in group}) == 1:
+            retie_parameters(model, [group])
     _hook_encoder(model)
-    _guard_moves(model, offloaded=bool(offloaded))
+    if offloaded:
+        _guard_moves(model)
     vars(model)["hf_device_map"] = asked
     return model
 
@@ -277,7 +285,7 @@ def _hook(
 ) -> None:
     """Move resident entries of a device map to their devices, and stream the others to the main device."""
     roots = block_roots(model, offloaded, preload_module_classes or (), _feature_layer(model))
-    entries = {entry for group in roots.values() for entry in group}
+    entries = set[str]().union(*roots.values())
     devices = dict(devices)
     for name, _ in (
         *model.named_parameters(remove_duplicate=False),
@@ -339,16 +347,12 @@ def _move_model(model: nn.Module, device: torch.device) -> None:
     retie_parameters(model, tied)
 
 
-def _require_values(
-    model: nn.Module, device_map: Mapping[str, Device], known: Mapping[str, Any] | None = None
-) -> None:
+def _require_values(model: nn.Module, device_map: Mapping[str, Device], known: Container[str] = ()) -> None:
     """Raise if meta tensors have no weights to load: they would get uninitialised memory."""
     empty = [
         name
         for name, tensor in model.named_parameters()
-        if tensor.is_meta
-        and name not in (known or {})
-        and device_of(name, device_map) != torch.device("meta")
+        if tensor.is_meta and name not in known and device_of(name, device_map) != torch.device("meta")
     ]
     if empty:
         raise SettingsError(
@@ -357,10 +361,9 @@ def _require_values(
         )
 
 
-def _warn_of_peer_access(devices: Sequence[Device]) -> None:
+def _warn_of_peer_access(gpus: Sequence[Device]) -> None:
     """Warn if activations are copied between consumer GPUs whose driver corrupts peer-to-peer copies."""
-    gpus = [device for device in devices if str(device) not in _STORAGE]
-    if len(gpus) > 1 and torch.cuda.is_available() and not check_cuda_p2p_ib_support():
+    if torch.cuda.is_available() and not check_cuda_p2p_ib_support():
         _log.warning(
             "The device map uses %s, and the driver of these cards has faulty peer-to-peer copies, "
             "which may produce wrong outputs. Update it to version %s or newer.",
@@ -374,16 +377,8 @@ def _first_device(model: nn.Module) -> torch.device:
     return default_device() if first is None or first.is_meta else first.device
 
 
-def _tied_map(model: nn.Module, tied: Sequence[Sequence[str]]) -> TiedMap:
-    tensors = model_tensors(model)
-    firsts = [tensors[group[0]] for group in tied]
-    return {tensor.data_ptr(): {} for tensor in firsts if not tensor.is_meta}
-
-
-def _guard_moves(model: nn.Module, *, offloaded: bool) -> None:
+def _guard_moves(model: nn.Module) -> None:
     """Raise when a model with offloaded weights is moved: its hooks would move weights to the old devices."""
-    if not offloaded:
-        return
     for name in _accelerate_added_attributes:
         if hasattr(type(model), name):
             move: Callable[..., Any] = getattr(model, name)

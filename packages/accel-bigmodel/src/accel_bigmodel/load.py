@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import field, replace
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -115,7 +116,7 @@ def plan_load(
     """
     wanted = model_tensors(model)
     quantizer = assignment.quantizer
-    aliases = _aliases(tied, {name for source in sources for name in source.tensors}, assignment)
+    aliases = _aliases(tied, {*chain(*(source.tensors for source in sources))}, assignment) if tied else {}
     seen: set[str] = set()
     plan: Plan = []
     misshaped: list[str] = []
@@ -146,9 +147,12 @@ def plan_load(
                 step = _step(served, shape, dtype, wanted[served], source, assignment)
                 steps.append(replace(step, key=name))
         plan.append((source, steps))
-    served = {name for group in tied if seen.intersection(group) for name in group}
-    missing = [name for name in wanted if name not in seen and name not in served]
-    _warn_mismatches(misshaped, missing, unexpected, assignment)
+    for group in tied:
+        if seen.intersection(group):
+            seen.update(group)
+    missing = [name for name in wanted if name not in seen]
+    if misshaped or missing or unexpected:
+        _warn_mismatches(misshaped, missing, unexpected, assignment)
     return plan
 
 
@@ -183,10 +187,12 @@ def assign(
 
     `parts` has the tensors of quantised weights that are still incomplete after the previous files.
     """
-    quantizer, waiting = assignment.quantizer, Counter(step.name for step in steps if step.how == "quantize")
+    quantizer, waiting = assignment.quantizer, Counter[str]()
     spilled = ""
     pinned: dict[torch.device, dict[str, torch.dtype]] = {}
     for step in steps:
+        if step.how == "quantize":
+            waiting[step.name] += 1
         if step.how == "pinned" and step.device is not None:
             pinned.setdefault(torch.device(step.device), {})[step.key] = step.dtype
     uploaded: dict[str, Tensor] = {}
@@ -204,7 +210,8 @@ def assign(
                 _to_disk(source, step, assignment, index)
                 continue
             value = uploaded.pop(step.key) if step.key in uploaded else source.get(step.key)
-            if assignment.spill and _takes_memory(step) and can_replace_mapped():
+            is_in_memory = step.how in ("broadcast", "cast", "read") and str(step.device) == "cpu"
+            if assignment.spill and is_in_memory and can_replace_mapped():
                 spilled = spilled or folders.enter_context(tempfile.TemporaryDirectory(prefix="accel-spill-"))
                 row = offload_weight(value.to(step.dtype), step.name, spilled)[step.name]
                 value = load_offloaded_weight(Path(spilled) / f"{step.name}.dat", row)
@@ -232,26 +239,23 @@ def _step(
         dtype = assignment.dtypes.get(name) or assignment.dtype or target.dtype
     elif type(target) in (torch.nn.Parameter, torch.Tensor):
         dtype = target.dtype
+    how: How = "map" if dtype == stored else "cast"
+    if source.broadcast:
+        how = "broadcast"
+    elif device == "disk":
+        how = "in place" if source.in_place else "read"
+    elif device is not None and torch.device(device).type not in _HOST_TYPES:
+        how = "pinned" if source.in_place else "copy"
+    elif device is None or not source.mapped:
+        how = "read"
     return AssignStep(
         name=name,
         key=name,
         device=device,
         dtype=dtype,
         nbytes=math.prod(shape) * dtype.itemsize,
-        how=_how(source, device, cast=dtype != stored),
+        how=how,
     )
-
-
-def _how(source: Source, device: Device | None, *, cast: bool) -> How:
-    if source.broadcast:
-        return "broadcast"
-    if device == "disk":
-        return "in place" if source.in_place else "read"
-    if device is not None and torch.device(device).type not in _HOST_TYPES:
-        return "pinned" if source.in_place else "copy"
-    if device is None or not source.mapped:
-        return "read"
-    return "cast" if cast else "map"
 
 
 def _put(model: nn.Module, step: AssignStep, value: Tensor, assignment: Assignment) -> None:
@@ -358,11 +362,6 @@ def _warn_mismatches(
         _log.warning(
             "Some weights of the model are missing from the checkpoint: %s.", some_of(missing, most=20)
         )
-
-
-def _takes_memory(step: AssignStep) -> bool:
-    """Return whether a tensor will be in host memory that is not backed by a file."""
-    return step.how in ("broadcast", "cast", "read") and str(step.device) == "cpu"
 
 
 @frozen
@@ -596,7 +595,8 @@ def load_weights(
     nbytes: Counter[str] = Counter()
     for source, steps in plan:
         assign(model, source, steps, assignment, index, parts)
-        source.check_unchanged()
+        if not source.in_place:  # an open file stays the same
+            source.check_unchanged()
         for step in steps:
             nbytes[step.how] += step.nbytes
     if parts:
@@ -605,9 +605,8 @@ def load_weights(
         )
     # 3. Tie weights again, except those on the disk, and report.
     devices = assignment.device_map or {}
-    retie_parameters(
-        model, [[name for name in group if device_of(name, devices) != "disk"] for group in tied]
-    )
+    for group in tied:
+        retie_parameters(model, [[name for name in group if device_of(name, devices) != "disk"]])
     report = LoadReport(seconds=time.perf_counter() - start, nbytes=nbytes)
     _log.info("%s", report)
     if measure:

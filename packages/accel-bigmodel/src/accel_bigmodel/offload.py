@@ -241,9 +241,8 @@ def extract_submodules_state_dict(
         >>> list(extract_submodules_state_dict({"a.w": torch.ones(1), "ab.w": torch.ones(1)}, ["a"]))
         ['a.w']
     """
-    prefixes = tuple(f"{name}." if name else "" for name in submodule_names)
-    names = set(submodule_names)
-    return {name: tensor for name, tensor in state_dict.items() if name in names or name.startswith(prefixes)}
+    modules = set(submodule_names)
+    return {name: tensor for name, tensor in state_dict.items() if entry_of(name, modules) is not None}
 
 
 class PrefixedDataset(Mapping[str, Any]):
@@ -393,21 +392,23 @@ def collect_weights(
     Raises:
         SettingsError: Weights are assigned to the disk, but there is no folder for them.
     """
-    on_disk = [name for name, device in offloaded.items() if device == "disk"]
-    on_cpu = [name for name in offloaded if name not in on_disk]
-    tensors = {
+    on_disk: list[str] = []
+    on_cpu: list[str] = []
+    for name, device in offloaded.items():
+        (on_disk if device == "disk" else on_cpu).append(name)
+    values = {
         name: tensor.data
         for name, tensor in model_tensors(model).items()
-        if offload_buffers or isinstance(tensor, nn.Parameter)
+        if (offload_buffers or isinstance(tensor, nn.Parameter)) and not tensor.is_meta
     }
-    candidates = extract_submodules_state_dict(tensors, on_cpu) if state_dict is None else state_dict
-    held = {name: tensor for name, tensor in candidates.items() if not tensor.is_meta}
+    held = extract_submodules_state_dict(values, on_cpu)
+    if state_dict is not None:
+        held = {name: tensor for name, tensor in state_dict.items() if not tensor.is_meta}
     copies: dict[tuple[object, ...], Tensor] = {}  # tied weights stay one tensor
     for name in extract_submodules_state_dict(held, on_cpu):
         key = (tensor_memory(held[name]), held[name].dtype)
         held[name] = copies.setdefault(key, held[name].to("cpu"))
     index: dict[str, Mapping[str, Any]] = {**_read_index(offload_dir), **(offload_index or {})}
-    values = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     writable = extract_submodules_state_dict(values, on_disk)
     # A tied weight without an entry is read from that of another name.
     for group in tied:
@@ -422,8 +423,11 @@ def collect_weights(
                 index[name] = {"weight_name": source, **index[source]}
             elif real is not None and name not in writable:
                 held[name] = real.to("cpu")
-    in_place = {name for name, row in index.items() if row.get("safetensors_file")}.union(offload_index or ())
-    to_write = {n: tensor for n, tensor in writable.items() if n not in in_place and n not in held}
+    to_write: dict[str, Tensor] = {}
+    for name, tensor in writable.items():
+        is_there = name in (offload_index or ()) or index.get(name, {}).get("safetensors_file")
+        if not is_there and name not in held:
+            to_write[name] = tensor
     if to_write.keys() - index.keys() and offload_dir is None:
         raise SettingsError(
             f"the device_map sends {some_of(map(repr, on_disk))} to the disk: pass offload_dir, "

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from accel_bigmodel.host_to_device import HostToDevice, available_host_memory
 from accel_bigmodel.offload import OffloadedWeightsLoader, StoredTensor
 from accel_bigmodel.sizes import CONTAINERS
 from accel_ops.weights.safetensors_io import SafetensorsFile
+from accel_ops.weights.tensors import named_module_tensors
 from accel_state.streams import DeviceStreams, device_streams, pinned_if_possible
 
 _ALIGNMENT = 512
@@ -64,11 +67,6 @@ class _Unit:
     memory: Tensor | None = None
     is_shared: bool = False
 
-    def add(self, names: list[str], stored: StoredTensor) -> None:
-        """Append a tensor to the buffer."""
-        self.tensors.append((names, stored, self.nbytes))
-        self.nbytes += max(1, -(-stored.nbytes // _ALIGNMENT)) * _ALIGNMENT
-
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Return the tensors of a buffer as views."""
         values: dict[str, Tensor] = {}
@@ -88,17 +86,17 @@ class StreamedBlocks:
     """
 
     def __init__(
-        self, weights: OffloadedWeightsLoader, blocks: Mapping[str, Iterable[str]], device: torch.device
+        self, weights: OffloadedWeightsLoader, blocks: Mapping[str, Sequence[str]], device: torch.device
     ) -> None:
         self._weights = weights
         self._device = device
         self.streams = device_streams(device)
-        self._blocks = {block: [*names] for block, names in blocks.items()}
+        self._blocks = blocks
         self._following: dict[str | None, str | None] = dict(
             zip([None, *self._blocks], self._blocks, strict=False)
         )
         self._units = self._make_units()
-        self._all = list(dict.fromkeys(unit for units in self._units.values() for unit in units))
+        self._all = list(dict.fromkeys(chain.from_iterable(self._units.values())))
         self._released: list[torch.Event] = []
         self._pipeline: HostToDevice | None = None
         if self.streams is not None:
@@ -118,7 +116,7 @@ class StreamedBlocks:
     def _start_thread(self) -> None:
         self._process = os.getpid()
         self.lock = threading.RLock()
-        self.holds: dict[str, dict[int, int]] = {block: {} for block in self._blocks}
+        self.holds: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._thread = threading.local()
         self._prefetched: list[_Unit] = []
         self._kept: list[_Unit] = []
@@ -150,8 +148,9 @@ class StreamedBlocks:
                     unit.users -= 1
                     self._drop(unit)
                 raise
-            if vars(self._thread).get("is_in_pass"):
-                self._kept += [unit for unit in units if unit.is_shared and unit not in self._kept]
+            for unit in units if vars(self._thread).get("is_in_pass") else ():
+                if unit.is_shared and unit not in self._kept:
+                    self._kept.append(unit)
             return values
 
     def release(self, block: str) -> None:
@@ -287,19 +286,26 @@ class StreamedBlocks:
     def _make_units(self) -> dict[str, list[_Unit]]:
         """Put the tensors of each block in a unit, and each tensor of several blocks in one of its own."""
         tensors: dict[tuple[object, ...], StoredTensor] = {}
-        users: dict[tuple[object, ...], dict[str, list[str]]] = {}
+        users: dict[tuple[object, ...], dict[str, str]] = {}  # names of each tensor, with their blocks
         for block, members in self._blocks.items():
             for name in members:
                 stored = self._weights.stored(name)
                 tensors.setdefault(stored.key, stored)
-                users.setdefault(stored.key, {}).setdefault(block, []).append(name)
-        units = {block: [_Unit()] for block in self._blocks}
+                users.setdefault(stored.key, {})[name] = block
+        units: defaultdict[str, list[_Unit]] = defaultdict(list)
+        own: dict[str, _Unit] = {}
         for key, names in users.items():
-            unit = _Unit(is_shared=True) if len(names) > 1 else units[next(iter(names))][0]
-            unit.add([name for group in names.values() for name in group], tensors[key])
-            for block in names if len(names) > 1 else ():
-                units[block].append(unit)
-        return {block: [unit for unit in parts if unit.tensors] for block, parts in units.items()}
+            blocks = list(dict.fromkeys(names.values()))
+            unit = own.get(blocks[0]) if len(blocks) == 1 else None
+            if unit is None:
+                unit = _Unit(is_shared=len(blocks) > 1)
+                for block in blocks:
+                    units[block].append(unit)
+                if not unit.is_shared:
+                    own[blocks[0]] = unit
+            unit.tensors.append(([*names], tensors[key], unit.nbytes))
+            unit.nbytes += max(1, -(-tensors[key].nbytes // _ALIGNMENT)) * _ALIGNMENT
+        return units
 
     def _pin(self, streams: DeviceStreams) -> None:
         """Move blocks that are in host memory to pinned memory, within the budget."""
@@ -334,17 +340,13 @@ class OffloadedBlock:
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self.device = device
-        self.members: list[tuple[AlignDevicesHook, Mapping[str, Any], str, list[OffloadedTensor]]] = []
+        # Hooks with their weights, the prefix of their tensors' names in the model, and the tensors.
+        self.members: list[tuple[AlignDevicesHook, Mapping[str, Any] | None, str, list[OffloadedTensor]]] = []
 
     @property
     def is_held(self) -> bool:
         """Whether the weights are loaded."""
         return bool(self.weights.holds[self.name])
-
-    def add(self, hook: AlignDevicesHook, prefix: str) -> None:
-        """Add the tensors of a hook, whose names start with a prefix in the model."""
-        self.members.append((hook, hook.weights_map or {}, prefix, list(hook.slots)))
-        hook.block = self
 
     def discard(self, hook: AlignDevicesHook) -> None:
         """Remove a hook that is detached from its module."""
@@ -409,13 +411,11 @@ def block_roots(
     block: they are few, and such a module may use them at any time. `resident_block` is no block.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    blocks = {
-        name: [name]
-        for entry in entries
-        if entry in modules
-        for name in _roots(modules[entry], entry, preload_classes)
-        if name != resident_block
-    }
+    blocks: dict[str, list[str]] = {}
+    for entry in entries:
+        for name in _roots(modules[entry], entry, preload_classes) if entry in modules else ():
+            if name != resident_block:
+                blocks[name] = [name]
     for entry in entries:
         owner = entry.rpartition(".")[0]
         prefix = f"{owner}." if owner else ""
@@ -431,22 +431,24 @@ def make_blocks(
     blocks: dict[str, OffloadedBlock] = {}
     names: dict[str, list[str]] = {}
     for root in roots:
-        block, names[root] = OffloadedBlock(root, device), []
+        block, tensors = OffloadedBlock(root, device), list[str]()
         module = model.get_submodule(root)
         for name, part in module.named_modules(prefix=root, remove_duplicate=False):
             for hook in align_hooks_of(part):
                 if hook.slots and hook.block is None:
                     prefix = f"{name}." if name else ""
-                    block.add(hook, prefix)
-                    names[root].extend(prefix + slot.name for slot in hook.slots)
+                    hook.block = block
+                    block.members.append((hook, hook.weights_map, prefix, hook.slots))
+                    for slot in hook.slots:
+                        tensor = prefix + slot.name
+                        slot.is_view = device.type == "cpu" and not weights.stored(tensor).is_cast
+                        tensors.append(tensor)
         if block.members:
+            names[root] = tensors
             blocks[root] = align_hooks_of(module)[-1].block = block  # also if it has no tensors of its own
-    streamed = StreamedBlocks(weights, {root: names[root] for root in blocks}, device)
+    streamed = StreamedBlocks(weights, names, device)
     for block in blocks.values():
         block.weights = streamed
-        for _, _, prefix, slots in block.members:
-            for slot in slots:
-                slot.is_view = device.type == "cpu" and not weights.stored(prefix + slot.name).is_cast
     align_hooks_of(model)[0].streamed = streamed
 
 
@@ -465,4 +467,4 @@ def _roots(module: nn.Module, name: str, preload_classes: Container[str]) -> Ite
 
 
 def _has_tensors(module: nn.Module) -> bool:
-    return any(part._parameters or part._buffers for part in module.modules())
+    return next(named_module_tensors(module, recurse=True), None) is not None

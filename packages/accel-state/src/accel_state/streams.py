@@ -97,7 +97,9 @@ class DeviceStreams:
 def device_streams(device: torch.device) -> DeviceStreams | None:
     """Return the streams of a device, or None if it has none and every copy is done when it returns."""
     # torch.cpu has the same functions, without effect; torch.mps has streams, but no current device.
-    module = None if device.type == "cpu" else getattr(torch, device.type, None)
+    if device.type == "cpu":
+        return None
+    module = getattr(torch, device.type, None)
     has_streams = all(hasattr(module, name) for name in ("Stream", "Event", "stream", "set_device"))
     return DeviceStreams(device) if has_streams else None
 

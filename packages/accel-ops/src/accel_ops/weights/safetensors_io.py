@@ -164,6 +164,7 @@ def _read_header(
         CheckpointError: The tensors do not cover the file, without gaps or overlaps.
     """
     entries: dict[str, HeaderEntry] = {}
+    places: list[tuple[int, int, str]] = []
     try:
         length = int.from_bytes(file.read(8), "little")
         if length > min(size, _HEADER_LIMIT):
@@ -180,12 +181,14 @@ def _read_header(
             if row["dtype"] == "F4":  # elements are counted there, and bytes of two elements here
                 shape = (*shape[:-1], shape[-1] // 2)
             entries[name] = HeaderEntry(dtype=dtype, shape=shape, begin=start + begin, end=start + end)
+            places.append((start + begin, start + end, name))
         end = start
-        for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        for begin, stop, name in sorted(places):
+            entry = entries[name]
             nbytes = math.prod(entry.shape) * entry.dtype.itemsize
-            if entry.begin != end or entry.nbytes != nbytes or min(entry.shape, default=0) < 0:
+            if begin != end or stop - begin != nbytes or min(entry.shape, default=0) < 0:
                 raise ValueError(f"the tensor {name!r} is not where its header says")
-            end = entry.end
+            end = stop
         if end != size:
             raise ValueError(f"its header describes {end} bytes")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
