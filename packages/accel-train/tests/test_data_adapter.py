@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, Sampler, SubsetRandomSampler, get_worker_info
 
-from accel_train.data.prepare import SkipBatchSampler, SkipDataLoader, prepare_data_loader, skip_first_batches
+from accel_train.data.prepare import SkipDataLoader, prepare_data_loader, skip_first_batches
+from accel_train.data.shards import SkipBatchSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -33,10 +33,10 @@ def test_an_epoch_is_that_of_a_random_sampler_seeded_with_seed_and_epoch(
     sampler.set_epoch(epoch)
     generator = torch.Generator().manual_seed(seed + epoch)
     plain = list(RandomSampler(range(size), generator=generator, **options))
-    assert list(sampler.order()) == plain
     assert list(sampler) == plain
     sampler.set_epoch(epoch)
-    assert list(sampler.order().iterate_from(0, chunk=7)) == plain
+    assert list(sampler.iterate_from(0)) == plain
+    assert list(sampler.iterate_from(size // 2)) == plain[size // 2 :]
     assert len(sampler) == len(plain)
 
 
@@ -62,7 +62,7 @@ def test_epochs_are_counted_where_nobody_else_does() -> None:
     assert sampler.epoch == 3
     for epoch, order in enumerate(passes):
         sampler.set_epoch(epoch)
-        assert list(sampler.order()) == order
+        assert list(sampler.iterate_from(0)) == order
 
 
 def test_an_iteration_that_is_left_and_a_chosen_epoch_are_not_counted() -> None:

@@ -19,7 +19,6 @@ from accel_train.data.adapter import DataLoaderAdapter as DataLoaderAdapter
 from accel_train.data.adapter import DataLoaderShard as DataLoaderShard
 from accel_train.data.adapter import DataLoaderStateMixin as DataLoaderStateMixin
 from accel_train.data.dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
-from accel_train.data.prepare import SkipBatchSampler as SkipBatchSampler
 from accel_train.data.prepare import SkipDataLoader as SkipDataLoader
 from accel_train.data.prepare import get_sampler as get_sampler
 from accel_train.data.prepare import prepare_data_loader as prepare_data_loader
@@ -29,6 +28,7 @@ from accel_train.data.scatter import MainProcessReadError as MainProcessReadErro
 from accel_train.data.shards import BatchSamplerShard as BatchSamplerShard
 from accel_train.data.shards import IterableDatasetShard as IterableDatasetShard
 from accel_train.data.shards import SeekableDataset as SeekableDataset
+from accel_train.data.shards import SkipBatchSampler as SkipBatchSampler
 from accel_train.launching import PrepareForLaunch as PrepareForLaunch
 from accel_train.launching import WorkerFailedError as WorkerFailedError
 from accel_train.launching import debug_launcher as debug_launcher

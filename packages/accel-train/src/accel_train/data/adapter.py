@@ -8,32 +8,20 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Self
+from importlib import import_module
+from itertools import chain, islice, pairwise
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert, get_worker_info
 
 from accel_ops.tree import ignorant_find_batch_size
 from accel_state.accelerator_state import GradientState
+from accel_state.errors import MissingDependencyError
+from accel_state.frozen import frozen
 from accel_state.labels import RNGType
 from accel_state.rng import synchronize_rng_states
 from accel_train import observing
-from accel_train.data.reading import (
-    END,
-    INDEXING,
-    Pass,
-    Position,
-    RotatedWorkerIds,
-    StartCopy,
-    T_co,
-    WorkersEpoch,
-    batches_yielded,
-    prefetch_batches,
-    shard_indices,
-    stateful_loader_class,
-    with_states,
-)
 from accel_train.data.samplers import (
     OrderState,
     innermost_sampler,
@@ -46,6 +34,7 @@ from accel_train.data.shards import (
     BatchWithMeta,
     IterableDatasetShard,
     MetaCollate,
+    index_options,
     set_epoch_of,
 )
 from accel_train.data.transfer import BatchTransfer, batch_transfer
@@ -59,6 +48,173 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 STATE_FORMAT = 1
 _OUR_KEYS = frozenset({"format", "epoch", "position", "source", "shards"})
+_INDEXING = ("batch_size", "shuffle", "sampler", "drop_last", "batch_sampler")  # what selects indices
+
+T_co = TypeVar("T_co", covariant=True)
+StartCopy = Callable[[Any], Any]
+"""Starts the copy of a batch to the device."""
+END: Any = object()
+"""The item after the last one of an iteration."""
+
+
+@frozen
+class Position:
+    """A position in an epoch: the same for all ranks, and valid for any number of ranks.
+
+    Args:
+        unit: The unit of `consumed`: `"samples"`, full `"batches"` of a batch sampler, samples of a
+            `"stream"` (or of a named part of one), or `"remote"`, if another process counts.
+        consumed: The number of units that all ranks together have consumed; in a stream, one number per
+            worker.
+        next_worker: In a stream, the worker that yields the next batch.
+        order: The state that replays the order of the epoch.
+        torchdata: The state of torchdata's loader on this rank, if iteration began at the epoch's beginning.
+    """
+
+    unit: str
+    consumed: tuple[int, ...] = ()
+    next_worker: int = 0
+    order: OrderState | None = None
+    torchdata: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, without torchdata's state, that `torch.load(..., weights_only=True)` reads.
+
+        Example:
+            >>> position = Position(unit="samples", consumed=(6,))
+            >>> Position.from_dict(position.to_dict()) == position
+            True
+        """
+        return {
+            "unit": self.unit,
+            "consumed": list(self.consumed),
+            "next_worker": self.next_worker,
+            "order": self.order,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Position:
+        """Build a position from the result of `to_dict`."""
+        return cls(
+            unit=data["unit"],
+            consumed=tuple(data["consumed"]),
+            next_worker=data["next_worker"],
+            order=data["order"],
+        )
+
+
+@dataclass
+class Pass:
+    """An iteration over a loader's data, which begins at a position.
+
+    Args:
+        batches: The batches, some of them as `BatchWithMeta`.
+        start: The position from which batches are counted.
+        stride: The change of the position by one batch.
+        taken: The number of batches after `start` that were yielded before.
+        facts: The facts about the last batch, by the loader's attributes.
+    """
+
+    batches: Iterator[Any]
+    start: Position
+    stride: int = 0
+    taken: int = 0
+    loader: object = None
+    epoch: int = 0
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        self._by_worker = [0] * len(self.start.consumed)
+        self._next_worker = self.start.next_worker
+        self._torchdata: dict[str, Any] | None = None
+
+    def count(self, loaded: BatchWithMeta) -> None:
+        """Count a batch that is about to be yielded; one without metadata counts as `taken` only."""
+        self.taken += loaded.read
+        self._torchdata = loaded.torchdata
+        for worker in loaded.workers:
+            self._by_worker[worker] += 1
+            self._next_worker = (worker + 1) % len(self._by_worker)
+
+    def position(self) -> Position:
+        """Return the position in the epoch after the batches that were counted."""
+        counts = self._by_worker if len(self._by_worker) > 1 else [self.taken] * len(self._by_worker)
+        consumed = zip(self.start.consumed, counts, strict=True)
+        return replace(
+            self.start,
+            consumed=tuple(before + count * self.stride for before, count in consumed),
+            next_worker=self._next_worker,
+            torchdata=self._torchdata,
+        )
+
+
+def prefetch_batches(batches: Iterator[Any], start_copy: StartCopy | None) -> Iterator[tuple[Any, Any]]:
+    """Yield every item with the next one, already read, or `END`; copies start as items are read.
+
+    Example:
+        >>> [(item, following is END) for item, following in prefetch_batches(iter("abc"), None)]
+        [('a', False), ('b', False), ('c', True)]
+    """
+    if start_copy is not None:
+        batches = map(partial(on_batch, start_copy), batches)
+    return pairwise(chain(batches, (END,)))
+
+
+def on_batch(function: Callable[[Any], Any], item: Any) -> Any:
+    """Replace the batch in an item, itself a batch or a `BatchWithMeta`, with a function's result."""
+    return replace(item, batch=function(item.batch)) if type(item) is BatchWithMeta else function(item)
+
+
+class RotatedWorkerIds:
+    """A `worker_init_fn` that rotates the ids of workers, so that reading resumes at the right worker.
+
+    Torch's loader begins with worker 0; to resume at worker 2, its worker 0 gets the id 2.
+    """
+
+    def __init__(self, inner: Callable[[int], None] | None, first: int) -> None:
+        self.inner = inner
+        self.first = first
+
+    def __call__(self, worker_id: int) -> None:
+        """Set the id that `get_worker_info` returns."""
+        info = get_worker_info()
+        if info is not None:
+            worker_id = (worker_id + self.first) % info.num_workers
+            object.__setattr__(info, "id", worker_id)  # WorkerInfo is frozen
+        if self.inner is not None:
+            self.inner(worker_id)
+
+
+class WorkersEpoch:
+    """A `worker_init_fn` through which an iterable dataset in persistent workers follows `set_epoch`.
+
+    Each worker has a copy of the dataset, which begins every iteration with the epoch set last.
+    """
+
+    def __init__(self, inner: Callable[[int], None] | None) -> None:
+        self.inner = inner
+        self._epoch = torch.tensor(-1, device="cpu")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration of the workers, also of those started later."""
+        self._epoch.share_memory_().fill_(epoch)  # a copied tensor is not shared any more
+
+    def __call__(self, worker_id: int) -> None:
+        """Replace the class of this worker's dataset with one that sets the epoch before it iterates."""
+        if self.inner is not None:
+            self.inner(worker_id)
+        info, shared = get_worker_info(), self._epoch
+        if info is None:
+            return
+        dataset: Any = info.dataset
+        kind: Any = getattr(type(dataset), "_iterates", type(dataset))
+
+        def iterate(dataset: Any) -> Iterator[Any]:
+            if shared >= 0:
+                dataset.set_epoch(int(shared))
+            return kind.__iter__(dataset)
+
+        dataset.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate, "_iterates": kind})
 
 
 @dataclass(slots=True)
@@ -74,10 +230,6 @@ class LoaderProgress:
 
 class DataLoaderStateMixin:
     """Facts about the last batch that a loader yielded, for the gradient state and others.
-
-    Args:
-        *args: For the next class.
-        **kwargs: For the next class.
 
     Attributes:
         end_of_dataloader (bool): Whether the batch is the last one.
@@ -178,16 +330,30 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
     ) -> None:
         options = kwargs if batch_sampler is None else {**kwargs, "batch_sampler": batch_sampler}
         self.index_shard: BatchSamplerShard | None = None
+        self._shard: BatchSamplerShard | IterableDatasetShard | None = None
         if isinstance(dataset, IterableDataset):
-            options = _with_meta_collate(dataset, options)
+            self._shard = dataset if isinstance(dataset, IterableDatasetShard) else None
+            if options.get("num_workers") or getattr(dataset, "mark_padding", False):
+                batched = options.get("batch_size", 1) is not None
+                collate = options.get("collate_fn") or (default_collate if batched else default_convert)
+                options = {**options, "collate_fn": MetaCollate(collate, batched=batched)}
         else:
-            indices = shard_indices(dataset, options)
-            options = {name: value for name, value in options.items() if name not in INDEXING} | indices
-            self.index_shard = indices.get("batch_sampler", indices.get("sampler"))
+            sampling = {name: value for name, value in options.items() if name in _INDEXING}
+            plain = DataLoader(dataset, **sampling, generator=options.get("generator"))
+            collates = plain.batch_sampler is not None
+            indices = index_options(plain.batch_sampler if collates else plain.sampler, collates=collates)
+            options = {name: value for name, value in options.items() if name not in _INDEXING} | indices
+            self._shard = self.index_shard = indices.get("batch_sampler", indices.get("sampler"))
         super().__init__(dataset, **options)
         self._options = options
         if use_stateful_dataloader:
-            self._stateful_class = stateful_loader_class()
+            try:
+                stateful = import_module("torchdata.stateful_dataloader")
+            except ImportError as error:
+                raise MissingDependencyError(
+                    "use_stateful_dataloader=True needs torchdata: pip install 'accel-train[stateful]'."
+                ) from error
+            self._stateful_class = stateful.StatefulDataLoader
         self._stateful: Any = None
         self.use_stateful_dataloader = use_stateful_dataloader
         self.snapshot_every_n_steps = snapshot_every_n_steps
@@ -206,8 +372,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         self._resume_epoch: int | None = None
         self._progress = LoaderProgress(epoch=iteration)
         self._workers_epoch: WorkersEpoch | None = None
-        follows = isinstance(dataset, IterableDataset) and hasattr(dataset, "set_epoch")
-        if follows and self.persistent_workers and not isinstance(dataset, IterableDatasetShard):
+        if self.persistent_workers and self._shard is None and hasattr(dataset, "set_epoch"):
             self._workers_epoch = WorkersEpoch(self.worker_init_fn)
             self.wrap_worker_init(lambda _: self._workers_epoch)
 
@@ -336,13 +501,19 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         """Return the position in a state of torchdata, for the same numbers of ranks and workers."""
         if state.get("_iterator_finished"):
             return None
-        batches, workers = batches_yielded(state), self._readers
-        counts = (batches // workers + (worker < batches % workers) for worker in range(workers))
+        if "_snapshot" in state:
+            batches = state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"]
+        elif "_num_yielded" in state:
+            batches = state["_num_yielded"]
+        else:
+            raise ValueError(
+                "This is neither an accel data loader position nor a state of torchdata's "
+                f"StatefulDataLoader: it has the keys {sorted(state)!r}."
+            )
+        workers, stride = self._readers, self._inner_stride
+        consumed = [stride * (batches // workers + (worker < batches % workers)) for worker in range(workers)]
         return Position(
-            unit=self._unit,
-            consumed=tuple(self._inner_stride * count for count in counts),
-            next_worker=batches % workers,
-            torchdata=state,
+            unit=self._unit, consumed=tuple(consumed), next_worker=batches % workers, torchdata=state
         )
 
     def wrap_worker_init(self, wrap: Callable[[Any], Any]) -> None:
@@ -359,11 +530,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         if not self._reads:
             return position
         unit, workers = self._unit, self._readers
-        if position.unit == "remote":
-            raise ValueError(
-                "The saved data position is from a process that received its batches. Load the position "
-                "saved by the main process."
-            )
         if position.unit != unit:
             raise ValueError(
                 f"The saved data position counts {position.unit!r}, but this loader counts {unit!r}. "
@@ -406,27 +572,19 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
 
     @property
     def _inner_stride(self) -> int:
-        if self.index_shard is not None:
-            return self.index_shard.stride
-        dataset: Any = self.dataset
-        return dataset.plan.stride if isinstance(dataset, IterableDatasetShard) else self.batch_size or 1
+        return (self.batch_size or 1) if self._shard is None else self._shard.plan.stride
 
     @property
     def sharder(self) -> Any | None:
         """The object that shards this loader's data and has `even_batches`; `None` if there is none."""
-        if self.dataset_parts > 1:
-            return None
-        if self.index_shard is not None:
-            return self.index_shard
-        return self.dataset if isinstance(self.dataset, IterableDatasetShard) else None
+        return None if self.dataset_parts > 1 else self._shard
 
     @property
     def order_source(self) -> object:
         """The object whose generator determines the order: the innermost sampler, or the iterable dataset."""
         if self.index_shard is not None:
             return innermost_sampler(self.index_shard)
-        dataset: Any = self.dataset
-        return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+        return getattr(self._shard, "dataset", self.dataset)
 
     @property
     def is_sharded(self) -> bool:
@@ -435,8 +593,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
 
     @property
     def _shards(self) -> int:
-        part = self.dataset if self.index_shard is None else self.index_shard
-        return part.num_processes if isinstance(part, (IterableDatasetShard, BatchSamplerShard)) else 1
+        return 1 if self._shard is None else self._shard.num_processes
 
     def _open(self) -> Pass:
         """Begin the next iteration: at a loaded position, after `skip_batches`, or at the beginning."""
@@ -462,21 +619,21 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         by_torchdata = self.use_stateful_dataloader and (start.torchdata or not any(start.consumed))
         if shard is None:
             start = replace(start, order=self._stream_order(start.order))
-        elif by_torchdata:  # it skips what was consumed
-            taken = start.consumed[0] // stride
-            start = replace(start, consumed=(0,))
-        if shard is not None:
+        else:
+            if by_torchdata:  # it skips what was consumed
+                taken = start.consumed[0] // stride
+                start = replace(start, consumed=(0,))
             shard.start, shard.replays = start.consumed[0], start.order
         if by_torchdata:
-            batches = self._torchdata_batches(start.torchdata, taken or sum(start.consumed) // stride)
+            batches = self._read_by_torchdata(start.torchdata, taken or sum(start.consumed) // stride)
         elif shard is None and any(start.consumed):
             batches = self._rest_of_stream(start)
         else:
             batches = super().__iter__()
-        return Pass(batches, start, stride, shard, taken)
+        return Pass(batches, start, stride, taken)
 
-    def _torchdata_batches(self, state: dict[str, Any] | None, read: int) -> Iterator[Any]:
-        """Begin an iteration of torchdata's loader, at a state after a number of batches if there is one."""
+    def _read_by_torchdata(self, state: dict[str, Any] | None, read: int) -> Iterator[BatchWithMeta]:
+        """Read by torchdata's loader, from a state after a number of batches; yield the state with each."""
         if self._stateful is None:
             options = {**self._options, "snapshot_every_n_steps": self.snapshot_every_n_steps}
             self._stateful = self._stateful_class(self.dataset, **options)
@@ -486,16 +643,21 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         batches = iter(self._stateful)
         if state is not None:  # torchdata counts twice the batches it reads to reach its position
             vars(batches)["_num_yielded"] = read
-        return with_states(batches)
+
+        def with_states() -> Iterator[BatchWithMeta]:
+            for item in batches:
+                loaded = item if type(item) is BatchWithMeta else BatchWithMeta(item)
+                loaded.torchdata = batches.state_dict()
+                yield loaded
+
+        return with_states()
 
     def _rest_of_stream(self, start: Position) -> Iterator[Any]:
         """Read an iterable dataset from a position on, through a temporary loader."""
         dataset: Any = self.dataset
-        stream = (
-            dataset.starting_at(start.consumed)
-            if isinstance(dataset, IterableDatasetShard)
-            else IterableDatasetShard(dataset, self._inner_stride, starts=start.consumed)
-        )
+        is_shard = isinstance(dataset, IterableDatasetShard)
+        stream = copy(dataset) if is_shard else IterableDatasetShard(dataset, self._inner_stride)
+        stream.starts = start.consumed
         init = RotatedWorkerIds(self.worker_init_fn, start.next_worker)
         options: dict[str, Any] = {**self._options, "worker_init_fn": init, "generator": self.generator}
         options["persistent_workers"] = False
@@ -517,25 +679,19 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         if order:
             restore_source(self.order_source, order)
             return order
-        dataset: Any = self.dataset
-        if isinstance(dataset, IterableDatasetShard):
-            dataset.seed_with_epoch()
+        if isinstance(self._shard, IterableDatasetShard):
+            self._shard.seed_with_epoch()
         return record_source(self.order_source) or None
 
     @property
     def batch_size_seen(self) -> int | None:
         """Number of samples in the batch, padding included; `None` if it is not known."""
-        if self.real_in_batch is not None and (rows := self._rows_of_padded()) is not None:
-            return rows
-        return super().batch_size_seen
-
-    def _rows_of_padded(self) -> int | None:
-        """Return the size of padded batches, as known by the sharder."""
-        if self.index_shard is not None:
-            return self.index_shard.padded_rows or None
-        if isinstance(self.dataset, IterableDatasetShard) and self.batch_size is not None:
-            return self.dataset.plan.rows
-        return None
+        rows: int | None = None
+        if self.real_in_batch is not None and self.index_shard is not None:
+            rows = self.index_shard.padded_rows or None
+        elif self.real_in_batch is not None and self._shard is not None and self.batch_size is not None:
+            rows = self._shard.plan.rows
+        return super().batch_size_seen if rows is None else rows
 
     @property
     def total_batch_size(self) -> int:
@@ -546,7 +702,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
     def total_dataset_length(self) -> int:
         """Number of samples in the dataset, over all ranks."""
         dataset: Any = self.dataset
-        return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+        return len(getattr(self._shard, "dataset", dataset))
 
     def get_sampler(self) -> Any:
         """Return the sampler of indices, below all batch samplers."""
@@ -582,16 +738,16 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
     def __iter__(self) -> Generator[T_co]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
         """Yield this rank's batches."""
         transfer = batch_transfer(self.device, prefetching=self._non_blocking or self.pin_memory)
-        read, observer = partial(self._pass, transfer), observing.observer
-        return read() if observer is None else observer.batches(self, read)
 
-    def _pass(self, transfer: BatchTransfer) -> Generator[Any]:
-        """Yield the batches of one iteration."""
-        begin = partial(self._batches, transfer)
-        batches = begin() if self.replicas is None else self.replicas.watched(self, begin)
-        if self.meter is not None:
-            batches = self.meter.timed(self, batches)
-        return batches if self.preemption is None else self.preemption.watched(batches)
+        def read() -> Generator[Any]:
+            begin = partial(self._batches, transfer)
+            batches = begin() if self.replicas is None else self.replicas.watched(self, begin)
+            if self.meter is not None:
+                batches = self.meter.timed(self, batches)
+            return batches if self.preemption is None else self.preemption.watched(batches)
+
+        observer = observing.observer
+        return read() if observer is None else observer.batches(self, read)
 
     def _batches(self, transfer: BatchTransfer) -> Generator[Any]:
         # 1. Begin the iteration.
@@ -609,14 +765,14 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
             passes.append(reading)
             padded: dict[int, int] | None = None
             remainder, finish_copy = -1, transfer.finish_copy
+            start_copy, cut = transfer.start_copy, self.shard_sequences
+            if cut is not None:  # before the copy: checks run on the host, and only shards are copied
+                copy_to = transfer.start_copy
+                start_copy = cut if copy_to is None else lambda batch: copy_to(cut(batch))
             # 2. Yield each batch, with the facts about it.
-            for item, following in self._pairs(reading, _after(self.shard_sequences, transfer.start_copy)):
+            for item, following in self._pairs(reading, start_copy):
                 if padded is None:  # the first batch has drawn the order
-                    reading.record_order()
-                    shard = reading.shard
-                    padded = {} if shard is None else shard.padded
-                    if shard is not None and shard is self.sharder:
-                        remainder = shard.remainder_from(reading.start.consumed[0])
+                    padded, remainder = self._padding_of(reading)
                 loaded = item if type(item) is BatchWithMeta else None
                 batch = item if loaded is None else loaded.batch
                 real = padded.get(reading.taken) if loaded is None or loaded.real is None else loaded.real
@@ -651,6 +807,16 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
             if progress.epoch == epoch:
                 progress.epoch = epoch + 1
 
+    def _padding_of(self, reading: Pass) -> tuple[dict[int, int], int]:
+        """Record the order that was drawn; return the padded batches, and the samples of the last round."""
+        shard = self.index_shard
+        if shard is None or not self._reads:
+            return {}, -1
+        reading.start = replace(reading.start, order=shard.order)
+        shard.start, shard.replays = 0, None
+        is_known = shard is self.sharder
+        return shard.padded, shard.remainder_from(reading.start.consumed[0]) if is_known else -1
+
     def _pairs(self, reading: Pass, start_copy: StartCopy | None) -> Iterator[tuple[Any, Any]]:
         """Yield each batch with the next item: `END` after the last batch, else anything.
 
@@ -678,22 +844,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         elif self.remainder < 0 and not self.is_sharded:
             rows = self.batch_size_seen if self.real_in_batch is None else self.real_in_batch
             self.remainder = -1 if rows is None else rows % self.stride
-
-
-def _after(shard: Callable[[Any], Any] | None, start_copy: StartCopy | None) -> StartCopy | None:
-    """Shard batches before the host-to-device copy: checks run on the host, and only shards are copied."""
-    if shard is None or start_copy is None:
-        return shard or start_copy
-    return lambda batch: start_copy(shard(batch))
-
-
-def _with_meta_collate(dataset: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a torch loader of an iterable dataset, with a `MetaCollate` if needed."""
-    if not options.get("num_workers") and not getattr(dataset, "mark_padding", False):
-        return options
-    batched = options.get("batch_size", 1) is not None
-    collate = options.get("collate_fn") or (default_collate if batched else default_convert)
-    return {**options, "collate_fn": MetaCollate(collate, batched=batched)}
 
 
 DataLoaderAdapter = PreparedLoader

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,18 @@ from accel_ops.tree import children, rebuild
 from accel_state import runtime
 from accel_state.collectives import Collectives
 from accel_state.frozen import frozen
-from accel_train.data.adapter import PreparedLoader
-from accel_train.data.reading import END, Pass, Position, StartCopy, T_co, on_batch, prefetch_batches
+from accel_train.data.adapter import (
+    END,
+    Pass,
+    Position,
+    PreparedLoader,
+    StartCopy,
+    T_co,
+    on_batch,
+    prefetch_batches,
+)
 from accel_train.data.scatter import receive, send
 from accel_train.data.shards import BatchWithMeta
-
-if TYPE_CHECKING:
-    pass
 
 SliceFn = Callable[..., Any]
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_state import runtime
 from accel_state.device_kinds import runtime_module
 from accel_state.labels import RNGType
-from accel_train.data.adapter import DataLoaderShard, PreparedLoader
+from accel_train.data.adapter import DataLoaderShard, PreparedLoader, T_co
 from accel_train.data.dispatcher import DataLoaderDispatcher, SliceFn, shard_of_ranks
-from accel_train.data.reading import INDEXING, T_co, is_stateful, loader_options, shard_indices
-from accel_train.data.samplers import SharedOrder, innermost_sampler, replace_sampler, sync_shuffle
-from accel_train.data.shards import BatchSamplerShard, IterableDatasetShard, is_sharded_already
-from accel_train.data.transfer import warn_of_padding
+from accel_train.data.samplers import innermost_sampler, share_order
+from accel_train.data.shards import (
+    IterableDatasetShard,
+    check_count,
+    index_options,
+    is_sharded_already,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -94,22 +98,27 @@ def prepare_data_loader(
         [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
     """
     if isinstance(dataloader, (DataLoaderShard, DataLoaderDispatcher)):
-        logger.debug("%r is already prepared.", dataloader)
         return dataloader
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader, but got {dataloader!r}.")
     _warn_of_own_iterations(type(dataloader))
-    # 1. Determine how data is sharded across ranks.
-    world, index, together = _data_parallel_shape(torch_device_mesh, num_processes, process_index)
-    if not shard_iterable_dataset and isinstance(dataloader.dataset, IterableDataset):
+    dataset: Any = dataloader.dataset
+    is_stream = isinstance(dataset, IterableDataset)
+    # 1. Determine how data is sharded across ranks, and which ranks share an order of samples.
+    shard_of = [*range(runtime.active.topology.world_size)]
+    shard_of = shard_of if torch_device_mesh is None else shard_of_ranks(torch_device_mesh)
+    ranks = len(set(shard_of)) if num_processes is None else num_processes
+    index = shard_of[runtime.active.topology.rank] if process_index is None else process_index
+    together = ranks if torch_device_mesh is None else len(shard_of)
+    if not shard_iterable_dataset and is_stream:
         already_sharded = True
-    is_shard = is_sharded_already(dataloader, num_processes=world, process_index=index, asked=already_sharded)
-    ranks, rng_types = world, [RNGType(kind) for kind in rng_types or ()]
-    if is_shard:  # each rank reads its own data, with its own generator
-        world, index, together = 1, 0, 1
-        rng_types = [kind for kind in rng_types if kind is not RNGType.GENERATOR]
-    if split_batches:
-        _check_batch_size(dataloader, world)
+    if already_sharded is None:
+        already_sharded = is_sharded_already(dataloader, num_processes=ranks, process_index=index)
+    # Each rank reads data that is sharded already with its own generator.
+    world, index, together = (1, 0, 1) if already_sharded else (ranks, index, together)
+    is_own = already_sharded or is_stream
+    types = [RNGType(kind) for kind in rng_types or ()]
+    types = [kind for kind in types if not (is_own and kind is RNGType.GENERATOR)]
     device = (runtime.active.device if device is None else torch.device(device)) if put_on_device else None
     compiles = device is not None and runtime_module(device) is not None
     shards: dict[str, Any] = {
@@ -120,37 +129,60 @@ def prepare_data_loader(
         "static_shapes": (compiles or micro_batches > 1) and dataloader.in_order,
     }
     # 2. Choose the reading ranks, and check the arguments.
-    if is_shard and dispatch_batches:
+    dispatch = dispatch_batches
+    if dispatch is None:
+        dispatch = put_on_device and together > 1 and is_stream
+    drops_last = dataloader.drop_last or getattr(_indices_of(dataloader), "drop_last", False)
+    _check(dataloader, shards, split_batches=split_batches, dispatch=dispatch)
+    if dispatch and already_sharded:
         raise ValueError(
             "dispatch_batches=True makes the main process read for all ranks, but this data is already "
             "sharded: all ranks would get the samples of the main process. Remove dispatch_batches."
         )
-    dispatch = _dispatches(dataloader, dispatch_batches, put_on_device=put_on_device, several=together > 1)
+    if dispatch and not put_on_device:
+        raise ValueError(
+            "dispatch_batches=True needs put_on_device=True (in Accelerator: device_placement=True), "
+            "since batches from the main process arrive on the device."
+        )
     if data_seed is not None and not use_seedable_sampler:
         logger.warning("data_seed has no effect without use_seedable_sampler=True.")
     if slice_fn_for_dispatch is not None and not dispatch and world > 1:
         logger.warning("slice_fn_for_dispatch has no effect: every process reads its own batches.")
-    # 3. Make the order of samples the same on all ranks.
-    order = _order(
-        dataloader, shards, together, rng_types=rng_types, seedable=use_seedable_sampler, seed=data_seed
-    )
+    # 3. Make the order of samples the same on all ranks, and shard it.
+    options: dict[str, Any] = loader_options(dataloader) | {
+        "device": device,
+        "torch_device_mesh": torch_device_mesh,
+        "skip_batches": dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0,
+        "use_stateful_dataloader": use_stateful_dataloader or is_stateful(dataloader),
+        "_drop_last": drops_last,
+        "_non_blocking": non_blocking,
+    }
+    generator, seeds, parts = None, [], 1
+    if is_stream and not dispatch:
+        dataset, size, parts = _shard_stream(dataloader, shards)
+        options["batch_size"] = size
+    elif not is_stream:
+        indices, types, generator, seeds = share_order(
+            _indices_of(dataloader), together, types, seedable=use_seedable_sampler, seed=data_seed
+        )
+        own = {} if dispatch else shards
+        options |= index_options(indices, collates=dataloader.batch_sampler is not None, **own)
     # 4. Build the loader.
-    options = loader_options(dataloader) | order.options()
-    options |= {"torch_device_mesh": torch_device_mesh, "_non_blocking": non_blocking}
-    options["skip_batches"] = dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0
-    options |= {"_drop_last": _drops_last(dataloader), "device": device}
-    options["use_stateful_dataloader"] = use_stateful_dataloader or is_stateful(dataloader)
     if dispatch:
-        options |= {name: shards[name] for name in ("split_batches", "even_batches")}
-        options |= {"slice_fn": slice_fn_for_dispatch, "micro_batches": micro_batches}
-        return DataLoaderDispatcher(dataloader.dataset, **options)
-    options |= {"rng_types": order.rng_types, "synchronized_generator": order.generator}
-    loader = _shard(dataloader, options, shards, warns=compiles)
-    if order.seeds and loader.sharder is not None:
-        loader.sharder.seeds = order.seeds
+        return DataLoaderDispatcher(
+            dataset,
+            split_batches=shards["split_batches"],
+            even_batches=even_batches,
+            slice_fn=slice_fn_for_dispatch,
+            micro_batches=micro_batches,
+            **options,
+        )
+    loader = DataLoaderShard(dataset, rng_types=tuple(types), synchronized_generator=generator, **options)
+    if loader.index_shard is not None:
+        loader.index_shard.seeds = seeds
     # Our own shards know their padding.
-    if is_shard and not isinstance(dataloader.dataset, IterableDatasetShard):
-        loader.dataset_parts = ranks
+    is_foreign = already_sharded and not isinstance(dataset, IterableDatasetShard)
+    loader.dataset_parts = ranks if is_foreign else parts
     return loader
 
 
@@ -166,133 +198,82 @@ def _warn_of_own_iterations(kind: type[Any]) -> None:
         )
 
 
-def _data_parallel_shape(
-    mesh: Any, num_processes: int | None, process_index: int | None
-) -> tuple[int, int, int]:
-    """Return the number of data shards, this rank's shard, and the number of ranks that share an order."""
-    topology = runtime.active.topology
-    shard_of = [*range(topology.world_size)] if mesh is None else shard_of_ranks(mesh)
-    world = len(set(shard_of)) if num_processes is None else num_processes
-    index = shard_of[topology.rank] if process_index is None else process_index
-    return world, index, world if mesh is None else len(shard_of)
-
-
-def _check_batch_size(dataloader: DataLoader[Any], num_processes: int) -> None:
-    """Check that every process gets an equal part of each batch, also on one process, to catch it early."""
-    size = dataloader.batch_size or getattr(_indices_of(dataloader), "batch_size", None)
-    if not size and dataloader.batch_sampler is not None:
+def _check(
+    dataloader: DataLoader[Any], shards: dict[str, Any], *, split_batches: bool, dispatch: bool
+) -> None:
+    """Refuse batches that cannot be split or completed, also on one process, to notice it early."""
+    indices, world = _indices_of(dataloader), shards["num_processes"]
+    size = dataloader.batch_size or getattr(indices, "batch_size", None)
+    if split_batches and not size and (dataloader.batch_sampler is not None or (world > 1 and not dispatch)):
         raise ValueError(
             "split_batches=True shards every batch across the processes, and needs a `batch_size` of the "
-            f"`dataloader` or of its batch sampler, which {dataloader.batch_sampler!r} lacks. Without "
-            "split_batches, every process gets whole batches, whatever their sizes."
+            f"`dataloader` or of its batch sampler, which {dataloader.batch_sampler or dataloader!r} lacks: "
+            "remove split_batches, or pass dispatch_batches=True, so that the main process splits them."
         )
-    if (size or 0) % num_processes:
+    if split_batches and (size or 0) % world:
         raise ValueError(
             f"split_batches=True shards every batch across the processes, but batch_size={size!r} is not a "
-            f"round multiple of num_processes={num_processes!r}."
+            f"round multiple of num_processes={world!r}."
         )
-
-
-def _dispatches(
-    dataloader: DataLoader[Any], asked: bool | None, *, put_on_device: bool, several: bool
-) -> bool:
-    if asked and not put_on_device:
-        raise ValueError(
-            "dispatch_batches=True needs put_on_device=True (in Accelerator: device_placement=True), "
-            "since batches from the main process arrive on the device."
-        )
-    if asked is not None:
-        return asked
-    return put_on_device and several and isinstance(dataloader.dataset, IterableDataset)
-
-
-def _order(
-    dataloader: DataLoader[Any],
-    shards: dict[str, Any],
-    together: int,
-    *,
-    rng_types: Sequence[RNGType],
-    seedable: bool,
-    seed: int | None,
-) -> SharedOrder:
-    """Return the order of samples, shared across ranks; for iterable datasets, only the generators."""
-    if isinstance(dataloader.dataset, IterableDataset):
-        return SharedOrder(rng_types=tuple(kind for kind in rng_types if kind is not RNGType.GENERATOR))
-    several = shards["num_processes"] > 1
-    if several and shards["even_batches"] and not (_drops_last(dataloader) or dataloader.in_order):
+    drops_last = dataloader.drop_last or getattr(indices, "drop_last", False)
+    is_stream = isinstance(dataloader.dataset, IterableDataset)
+    if world > 1 and shards["even_batches"] and not (is_stream or drops_last or dataloader.in_order):
         raise ValueError(
             "in_order=False with even_batches=True: the completed batch could not be recognised. "
             "Set even_batches=False (in DataLoaderConfiguration), or remove in_order."
         )
-    return sync_shuffle(
-        _indices_of(dataloader),
-        batched=dataloader.batch_sampler is not None,
-        num_processes=together,
-        rng_types=rng_types,
-        seedable=seedable,
-        seed=seed,
-    )
 
 
-def _shard(
-    dataloader: DataLoader[Any], options: dict[str, Any], shards: dict[str, Any], *, warns: bool
-) -> DataLoaderShard[Any]:
-    """Build the loader of a rank that reads its own batches."""
-    dataset, options = _shard_data(dataloader, options, shards)
-    world = shards["num_processes"]
-    if warns and shards["static_shapes"] and world == 1 and _may_pad(dataset, options):
-        warn_of_padding()
-    loader = DataLoaderShard(dataset, **options)
-    if isinstance(dataset, IterableDataset) and not isinstance(dataset, IterableDatasetShard):
-        loader.dataset_parts = world
-    return loader
-
-
-def _shard_data(
-    dataloader: DataLoader[Any], options: dict[str, Any], shards: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """Return the dataset and the options of this rank's loader."""
+def _shard_stream(dataloader: DataLoader[Any], shards: dict[str, Any]) -> tuple[Any, int | None, int]:
+    """Shard an iterable dataset; return it, the batch size, and the number of parts if it shards itself."""
     dataset: Any = dataloader.dataset
-    if not isinstance(dataset, IterableDataset):
-        indexing = {name: value for name, value in options.items() if name in INDEXING}
-        plain = {name: value for name, value in options.items() if name not in INDEXING}
-        return dataset, plain | shard_indices(dataset, indexing, **shards)
-    if isinstance(dataset, IterableDatasetShard) and dataset.num_processes > 1:
-        return dataset, options
-    size = dataloader.batch_size
-    if shards["num_processes"] == 1 and (size is None or not shards["static_shapes"]):
-        return dataset, options
-    if _shards_itself(dataset, shards):
-        sharder: Any = dataset
-        return sharder.shard(num_shards=shards["num_processes"], index=shards["process_index"]), options
-    if shards["split_batches"] and size is None:
-        raise ValueError(
-            "split_batches=True cannot split the batches that a dataset makes itself (batch_size=None). "
-            "Pass dispatch_batches=True, so that the main process reads and splits them."
-        )
-    shard = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, mark_padding=True, **shards)
-    return shard, {**options, "batch_size": None if size is None else shard.plan.rows}
-
-
-def _shards_itself(dataset: Any, shards: dict[str, Any]) -> bool:
-    """Return whether an iterable dataset can give each rank the same number of its shards, such as files.
-
-    Every rank reads other datasets in full: a rank with more shards would have more batches.
-    """
+    size, world = dataloader.batch_size, shards["num_processes"]
+    is_shard = isinstance(dataset, IterableDatasetShard) and dataset.num_processes > 1
+    if is_shard or (world == 1 and (size is None or not shards["static_shapes"])):
+        return dataset, size, 1
+    # It may give each rank the same number of its shards, such as files. Every rank reads other datasets in
+    # full: a rank with more shards would have more batches.
     count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
-    world = shards["num_processes"]
-    if shards["split_batches"] or not isinstance(count, int) or not callable(getattr(dataset, "shard", None)):
-        return False
-    return world > 1 and count > 0 and count % world == 0
+    can_shard = world > 1 and not shards["split_batches"] and callable(getattr(dataset, "shard", None))
+    if can_shard and isinstance(count, int) and count > 0 and count % world == 0:
+        sharder: Any = dataset
+        return sharder.shard(num_shards=world, index=shards["process_index"]), size, world
+    shard = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, mark_padding=True, **shards)
+    return shard, None if size is None else shard.plan.rows, 1
 
 
-def _may_pad(dataset: Any, options: dict[str, Any]) -> bool:
-    """Return whether the last batch of a single rank may be completed."""
-    if isinstance(dataset, IterableDataset):
-        return isinstance(dataset, IterableDatasetShard) and dataset.plan.pads
-    shard: Any = options.get("batch_sampler")
-    pads = isinstance(shard, BatchSamplerShard) and shard.batch_size is not None and shard.plan.pads
-    return pads and shard.remainder_from(0) != 0
+_COPIED_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+def loader_options(dataloader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments to rebuild a torch loader, its dataset included."""
+    options = {name: getattr(dataloader, name) for name in _COPIED_OPTIONS}
+    if dataloader.pin_memory_device:
+        options["pin_memory_device"] = dataloader.pin_memory_device
+    if is_stateful(dataloader):
+        options["snapshot_every_n_steps"] = cast("Any", dataloader).snapshot_every_n_steps
+    if isinstance(dataloader.dataset, IterableDataset):
+        return {**options, "batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+    if dataloader.batch_sampler is None:
+        return {**options, "batch_size": None, "sampler": dataloader.sampler}
+    return {**options, "batch_sampler": dataloader.batch_sampler}
+
+
+def is_stateful(dataloader: DataLoader[Any]) -> bool:
+    """Return whether a loader is torchdata's `StatefulDataLoader`, without importing torchdata."""
+    module = sys.modules.get("torchdata.stateful_dataloader")
+    return module is not None and isinstance(dataloader, module.StatefulDataLoader)
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
@@ -309,10 +290,6 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
         <torch.utils.data.sampler.RandomSampler object at ...>
     """
     return innermost_sampler(_indices_of(dataloader))
-
-
-def _drops_last(dataloader: DataLoader[Any]) -> bool:
-    return dataloader.drop_last or getattr(_indices_of(dataloader), "drop_last", False)
 
 
 def _indices_of(dataloader: DataLoader[Any]) -> Any:
@@ -373,61 +350,3 @@ class SkipDataLoader(PreparedLoader[T_co]):
             use_stateful_dataloader=use_stateful_dataloader,
             **kwargs,
         )
-
-
-class SkipBatchSampler(BatchSampler):
-    """The batches of a batch sampler without the first ones.
-
-    Args:
-        batch_sampler: Any iterable of lists of indices.
-        skip_batches: Number of batches to skip.
-
-    Example:
-        >>> list(SkipBatchSampler(BatchSampler(range(7), 3, drop_last=False), 1))
-        [[3, 4, 5], [6]]
-    """
-
-    def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]], skip_batches: int = 0) -> None:
-        self.batch_sampler: Any = batch_sampler
-        self.skip_batches = check_count(skip_batches)
-
-    @property
-    def batch_size(self) -> Any:
-        """The batch size of the batch sampler; `None` if it has none."""
-        return getattr(self.batch_sampler, "batch_size", None)
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether the batch sampler drops an incomplete last batch."""
-        return getattr(self.batch_sampler, "drop_last", False)
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler of the batch sampler."""
-        return getattr(self.batch_sampler, "sampler", None)
-
-    @sampler.setter
-    def sampler(self, sampler: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - torch's is an attribute
-        replace_sampler(self.batch_sampler, sampler)
-
-    @property
-    def total_length(self) -> int:
-        """Number of batches, the skipped ones included."""
-        return len(self.batch_sampler)
-
-    def __len__(self) -> int:
-        """Number of remaining batches."""
-        return max(0, len(self.batch_sampler) - self.skip_batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield the remaining batches."""
-        inner = self.batch_sampler
-        shard = inner if isinstance(inner, BatchSamplerShard) else BatchSamplerShard(inner)
-        return shard.iterate_from(self.skip_batches * shard.stride)
-
-
-def check_count(batches: int) -> int:
-    """Refuse a negative number of batches."""
-    if batches < 0:
-        raise ValueError(f"The number of batches to skip is {batches!r}, but must not be negative.")
-    return batches

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
 from itertools import chain, islice
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from torch.utils.data import (
 )
 
 from accel_ops.collectives import broadcast_object_list
-from accel_state.frozen import frozen
 from accel_state.labels import RNGType
 
 OrderState: TypeAlias = dict[str, Any]
@@ -60,7 +59,7 @@ class SeedableRandomSampler(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of the current epoch, then begin the next epoch."""
         epoch = self.epoch
-        yield from self.order().iterate_from(0)
+        yield from self.iterate_from(0)
         self.end_epoch(epoch)
 
     def end_epoch(self, epoch: int) -> None:
@@ -80,48 +79,18 @@ class SeedableRandomSampler(RandomSampler):
         """
         self.epoch = epoch
 
-    def order(self) -> TensorOrder:
-        """Return the full order of the current epoch, for access by position."""
+    def iterate_from(self, position: int) -> Iterator[int]:
+        """Yield the indices of the current epoch from a position on; a list of all is never built."""
         generator = torch.Generator().manual_seed(self.initial_seed + self.epoch)
         size = len(self.data_source)
         if self.replacement:  # RandomSampler draws in chunks of 32: keep its order
             draws = [32] * (self.num_samples // 32) + [self.num_samples % 32]
-            return TensorOrder(
-                torch.cat([torch.randint(size, (n,), generator=generator, device="cpu") for n in draws])
-            )
-        rounds = -(-self.num_samples // size)
-        order = torch.cat([torch.randperm(size, generator=generator, device="cpu") for _ in range(rounds)])
-        return TensorOrder(order[: self.num_samples])
-
-
-class TensorOrder(Sequence[int]):
-    """A sequence of indices stored in a tensor, 8 bytes each; slices are lists.
-
-    Args:
-        indices: int64, of shape `(number of samples,)`.
-    """
-
-    __slots__ = ("_indices",)
-
-    def __init__(self, indices: torch.Tensor) -> None:
-        self._indices = indices
-
-    def __len__(self) -> int:
-        return self._indices.numel()
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return self._indices[index].tolist()
-
-    def __iter__(self) -> Iterator[int]:
-        return self.iterate_from(0)
-
-    def iterate_from(self, position: int, chunk: int = 8192) -> Iterator[int]:
-        """Yield the indices from a position on, without building a full list."""
-        return chain.from_iterable(part.tolist() for part in self._indices[position:].split(chunk))
+            parts = [torch.randint(size, (n,), generator=generator, device="cpu") for n in draws]
+        else:
+            rounds = range(-(-self.num_samples // size))
+            parts = [torch.randperm(size, generator=generator, device="cpu") for _ in rounds]
+        order = torch.cat(parts)[: self.num_samples]
+        return chain.from_iterable(part.tolist() for part in order[position:].split(8192))
 
 
 def innermost_sampler(sampler: object) -> object:
@@ -152,9 +121,8 @@ def is_plain_batch_sampler(batch_sampler: object) -> bool:
 def record_order(sampler: object) -> OrderState:
     """Record the state that determines the order of the next epoch.
 
-    Args:
-        sampler: A sampler of indices. Randomness from neither its `generator` nor its epoch is assumed to
-            come from torch's default generator.
+    Randomness from neither the sampler's `generator` nor its epoch is assumed to come from torch's default
+    generator.
     """
     if isinstance(sampler, SequentialSampler):
         return {}
@@ -167,12 +135,7 @@ def record_order(sampler: object) -> OrderState:
 
 
 def record_source(sampler: object) -> OrderState:
-    """Record the state of a sampler that determines the orders of all later epochs.
-
-    Returns:
-        The seed, or the state of its generator; empty if it draws from torch's default generator, or not at
-        all.
-    """
+    """Record what determines the orders of all later epochs: a seed, or the state of an own generator."""
     order = record_order(sampler)
     return {name: order[name] for name in ("seed", "generator") if name in order}
 
@@ -195,32 +158,28 @@ def replay_order(sampler: Any, state: OrderState | None) -> Generator[None]:
     """
     state = state or {}
     own = getattr(sampler, "generator", None)
-    own = generator = own if isinstance(own, torch.Generator) else None
+    if ("seed" in state and not isinstance(sampler, SeedableRandomSampler)) or (
+        "generator" in state and not hasattr(sampler, "generator")
+    ):
+        raise ValueError(
+            f"The saved data position belongs to a sampler with a {next(iter(state))}, but this loader has "
+            f"{sampler!r}. Build the loader, and prepare it, as in the saved run."
+        )
     if "seed" in state:
-        if not isinstance(sampler, SeedableRandomSampler):
-            raise ValueError(
-                "The saved data position belongs to a SeedableRandomSampler, but this loader has "
-                f"{sampler!r}. Prepare it with use_seedable_sampler=True, as in the saved run."
-            )
         sampler.initial_seed, sampler.epoch = state["seed"], state["epoch"]
+    elif "generator" in state and isinstance(own, torch.Generator):
+        own.set_state(state["generator"])
     elif "generator" in state:
-        if not hasattr(sampler, "generator"):
-            raise ValueError(
-                "The saved data position belongs to a sampler with a generator, but this loader has "
-                f"{sampler!r} without one. Build the loader as in the saved run."
-            )
-        generator = (own or torch.Generator()).set_state(state["generator"])
-    elif "torch" in state:
-        generator = None  # another number of ranks may have given it one since
+        sampler.generator = torch.Generator().set_state(state["generator"])
+    elif "torch" in state and isinstance(own, torch.Generator):
+        sampler.generator = None  # another number of ranks has given it one since
     try:
-        if generator is not own:
-            sampler.generator = generator
-        with torch.random.fork_rng(devices=[]) if "torch" in state else nullcontext():
+        with torch.random.fork_rng(devices=[], enabled="torch" in state):
             if "torch" in state:
                 torch.set_rng_state(state["torch"])
             yield
     finally:
-        if generator is not own:
+        if getattr(sampler, "generator", None) is not own:
             sampler.generator = own
 
 
@@ -264,97 +223,59 @@ def _swap_states(states: tuple[Any, Any, torch.Tensor]) -> tuple[Any, Any, torch
     return before
 
 
-@frozen
-class SharedOrder:
-    """A sample order that is the same on all ranks, and the generators synchronised for it.
-
-    Args:
-        seeds: The seeds of `random`, numpy and torch for a sampler that may draw from them.
-    """
-
-    rng_types: tuple[RNGType, ...] = ()
-    generator: torch.Generator | None = None
-    indices: Any = None
-    batched: bool = True
-    seeds: tuple[int, ...] = ()
-
-    def options(self) -> dict[str, Any]:
-        """Return the indices as the argument of a torch loader."""
-        if self.indices is None:
-            return {}
-        return {"batch_sampler" if self.batched else "sampler": self.indices}
-
-
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-def sync_shuffle(
+def share_order(
     indices: Any,
-    *,
-    batched: bool,
     num_processes: int,
-    rng_types: Iterable[str | RNGType],
+    rng_types: Iterable[RNGType],
+    *,
     seedable: bool,
     seed: int | None,
-) -> SharedOrder:
+) -> tuple[Any, list[RNGType], torch.Generator | None, list[int]]:
     """Make the sample order the same on all ranks.
 
     Samplers stay the user's objects, whose later changes count; a sampler of torch that has no generator gets
     one. Only a `RandomSampler` is replaced, by a seedable one, in a copy of torch's own batch sampler.
+
+    Returns:
+        The indices; the generators to synchronise, with the one of the sampler; and the seeds of `random`,
+        numpy and torch if samplers may draw from them.
     """
-    types = [RNGType(kind) for kind in rng_types]
+    types = list(rng_types)
     original: Any = innermost_sampler(indices)
     sampler: Any = original
     if seedable and type(original) is RandomSampler:
-        sampler = _make_seedable(original, seed, num_processes)
-    elif (
-        num_processes > 1 and isinstance(sampler, _RANDOM) and not isinstance(sampler, SeedableRandomSampler)
-    ):
-        if sampler.generator is None and RNGType.TORCH not in types:
-            # Torch's default generator draws the seed, which `set_seed` thereby determines.
-            generator_seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-            sampler.generator = torch.Generator().manual_seed(generator_seed)
-        if sampler.generator is not None:
-            types.append(RNGType.GENERATOR)
-    generator = getattr(sampler, "generator", None)
-    if not isinstance(generator, torch.Generator) or isinstance(sampler, SeedableRandomSampler):
-        generator = None
-    used = (kind for kind in dict.fromkeys(types) if generator is not None or kind is not RNGType.GENERATOR)
-    return SharedOrder(
-        rng_types=tuple(used),
-        generator=generator,
-        indices=_replace_innermost(indices, original, sampler),
-        batched=batched,
-        seeds=() if num_processes == 1 or _is_known(indices, original) else _shared_seeds(),
-    )
-
-
-def _is_known(indices: Any, sampler: Any) -> bool:
-    """Return whether samplers draw from nothing but a generator of their own."""
-    is_plain = indices is sampler or is_plain_batch_sampler(indices)
-    return is_plain and (type(sampler) is SequentialSampler or isinstance(sampler, _RANDOM))
-
-
-def _shared_seeds() -> tuple[int, ...]:
-    """Draw a seed from each of `random`, numpy and torch on rank 0, for all ranks."""
-    drawn_numbers = [random.getrandbits(31), int(np.random.randint(2**31)), int(torch.randint(2**31, ()))]
-    broadcast_object_list(drawn_numbers)
-    return tuple(drawn_numbers)
-
-
-def _make_seedable(sampler: RandomSampler, seed: int | None, num_processes: int) -> SeedableRandomSampler:
-    if seed is None:
-        seeds = [torch.initial_seed()]
-        if num_processes > 1:
+        seeds = [torch.initial_seed() if seed is None else seed]
+        if num_processes > 1 and seed is None:
             broadcast_object_list(seeds)
-        seed = seeds[0]
-    return SeedableRandomSampler(
-        sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
-        generator=sampler.generator,
-        data_seed=seed,
-    )
+        sampler = SeedableRandomSampler(
+            original.data_source,
+            replacement=original.replacement,
+            num_samples=original._num_samples,
+            generator=original.generator,
+            data_seed=seeds[0],
+        )
+        indices = _replace_innermost(indices, original, sampler)
+    generator = None if isinstance(sampler, SeedableRandomSampler) else getattr(sampler, "generator", None)
+    if num_processes > 1 and isinstance(sampler, _RANDOM) and not isinstance(sampler, SeedableRandomSampler):
+        if generator is None and RNGType.TORCH not in types:
+            # Torch's default generator draws the seed, which `set_seed` thereby determines.
+            drawn_seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+            sampler.generator = generator = torch.Generator().manual_seed(drawn_seed)
+        types += [RNGType.GENERATOR] if generator is not None else []
+    if not isinstance(generator, torch.Generator):
+        generator = None
+        types = [kind for kind in types if kind is not RNGType.GENERATOR]
+    # Torch's samplers draw from nothing but a generator of their own.
+    is_plain = indices is sampler or is_plain_batch_sampler(indices)
+    is_known = is_plain and (type(sampler) is SequentialSampler or isinstance(sampler, _RANDOM))
+    seeds: list[int] = []
+    if num_processes > 1 and not is_known:
+        seeds = [random.getrandbits(31), int(np.random.randint(2**31)), int(torch.randint(2**31, ()))]
+        broadcast_object_list(seeds)
+    return indices, list(dict.fromkeys(types)), generator, seeds
 
 
 def _replace_innermost(indices: Any, old: object, new: object) -> Any:

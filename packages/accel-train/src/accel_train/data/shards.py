@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sized
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, pairwise
@@ -123,76 +122,20 @@ def _plan_of(shard: BatchSamplerShard | IterableDatasetShard) -> BatchPlan:
 def _open(source: Any, start: int, needed: int) -> tuple[Iterator[Any], list[Any]]:
     """Return the items from `start` on, and the items before it among the first `needed`."""
     if start and isinstance(source, SeekableDataset):
-        head = list(islice(source.iterate_from(0), min(start, needed)))
-        return source.iterate_from(start), head
+        return source.iterate_from(start), list(islice(source.iterate_from(0), min(start, needed)))
     stream = iter(source)
     head = list(islice(stream, min(start, needed)))
     return islice(stream, start - len(head), None), head
 
 
-class BatchSamplerShard(BatchSampler):
-    """Yield this rank's part of the batches of a batch sampler.
+class _AroundBatchSampler(BatchSampler):
+    """A batch sampler around another one, whose `batch_size`, `drop_last` and `sampler` it has."""
 
-    Args:
-        batch_sampler: The batch sampler to shard, or any iterable of lists of indices. Later changes of its
-            `batch_size` count.
-        num_processes: The number of ranks.
-        process_index: This rank.
-        split_batches: Shard every batch across ranks; otherwise the ranks get full batches, in turn.
-        even_batches: Complete the last round with the first samples, so that all ranks get the same number of
-            batches of the same size. For batch samplers without a `batch_size`, full batches are repeated.
-        static_shapes: As for `BatchPlan`.
-        single: Yield the only index of every batch instead of the batch.
-
-    Attributes:
-        start (int): The position at which iterations begin.
-        padded (dict): In the latest iteration: index of a padded batch -> number of its real samples.
-        padded_rows (int | None): Number of samples in padded batches; `None` before there is one, 0 if they
-            have several sizes.
-        order (dict | None): The state that replays the order of the latest iteration.
-        replays (dict | None): The order of iterations; a new one if `None`.
-        seeds (tuple): The seeds of `random`, numpy and torch in epoch 0, if the samplers may draw from them.
-        epoch (int): The epoch.
-
-    Raises:
-        ValueError: The arguments contradict each other.
-
-    Example:
-        >>> batches = BatchSampler(range(10), batch_size=3, drop_last=False)
-        >>> [list(BatchSamplerShard(batches, 2, rank)) for rank in (0, 1)]
-        [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 0, 1]]]
-    """
-
-    def __init__(
-        self,
-        batch_sampler: BatchSampler | Sampler[list[int]] | Iterable[list[int]],
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-        *,
-        static_shapes: bool = False,
-        single: bool = False,
-    ) -> None:
-        self.batch_sampler: Any = batch_sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.static_shapes = static_shapes
-        self.single = single
-        _ = self.plan  # refuses arguments that do not fit together
-        self.start = 0
-        self.padded: dict[int, int] = {}
-        self.padded_rows: int | None = None
-        self.order: OrderState | None = None
-        self.replays: OrderState | None = None
-        self.seeds: tuple[int, ...] = ()
-        self.epoch = 0
+    batch_sampler: Any
 
     @property
     def batch_size(self) -> Any:
-        """The batch size of the batch sampler; `None` if it has none."""
+        """The batch size of the batch sampler; `None` if it has none. Changes count."""
         return getattr(self.batch_sampler, "batch_size", None)
 
     @batch_size.setter
@@ -218,6 +161,72 @@ class BatchSamplerShard(BatchSampler):
         replace_sampler(self.batch_sampler, sampler)
 
     @property
+    def total_length(self) -> int:
+        """Number of batches of the batch sampler."""
+        return len(self.batch_sampler)
+
+
+class BatchSamplerShard(_AroundBatchSampler):
+    """Yield this rank's part of the batches of a batch sampler.
+
+    Args:
+        batch_sampler: The batch sampler to shard, or any iterable of lists of indices. Later changes of its
+            `batch_size` count.
+        num_processes: The number of ranks.
+        process_index: This rank.
+        split_batches: Shard every batch across ranks; otherwise the ranks get full batches, in turn.
+        even_batches: Complete the last round with the first samples, so that all ranks get the same number of
+            batches of the same size. For batch samplers without a `batch_size`, full batches are repeated.
+        static_shapes: As for `BatchPlan`.
+        single: Yield the only index of every batch instead of the batch.
+
+    Attributes:
+        start (int): The position at which iterations begin.
+        padded (dict): In the latest iteration: index of a padded batch -> number of its real samples.
+        padded_rows (int | None): Number of samples in padded batches; `None` before there is one, 0 if they
+            have several sizes.
+        order (dict | None): The state that replays the order of the latest iteration.
+        replays (dict | None): The order of iterations; a new one if `None`.
+        seeds (list): The seeds of `random`, numpy and torch in epoch 0, if the samplers may draw from them.
+        epoch (int): The epoch.
+
+    Raises:
+        ValueError: The arguments contradict each other.
+
+    Example:
+        >>> batches = BatchSampler(range(10), batch_size=3, drop_last=False)
+        >>> [list(BatchSamplerShard(batches, 2, rank)) for rank in (0, 1)]
+        [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 0, 1]]]
+    """
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler | Sampler[list[int]] | Iterable[list[int]],
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        *,
+        static_shapes: bool = False,
+        single: bool = False,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.static_shapes = static_shapes
+        self.single = single
+        _ = self.plan  # refuses arguments that do not fit together
+        self.start = 0
+        self.padded: dict[int, int] = {}
+        self.padded_rows: int | None = None
+        self.order: OrderState | None = None
+        self.replays: OrderState | None = None
+        self.seeds: list[int] = []
+        self.epoch = 0
+
+    @property
     def plan(self) -> BatchPlan:
         """The plan of an epoch, of samples if the position counts them; else of full batches."""
         plan = _plan_of(self)
@@ -225,11 +234,6 @@ class BatchSamplerShard(BatchSampler):
             return plan
         alone = {"num_processes": 1, "process_index": 0} if self.split_batches else {}
         return replace(plan, rows=1, **alone)
-
-    @property
-    def total_length(self) -> int:
-        """Number of batches of the sharded batch sampler."""
-        return len(self.batch_sampler)
 
     @property
     def counts_samples(self) -> bool:
@@ -305,10 +309,7 @@ class BatchSamplerShard(BatchSampler):
     def _deal(self, position: int) -> Iterator[list[int]]:
         """Return this rank's batches after a position."""
         plan, pads = self.plan, _plan_of(self).pads
-        source = self.batch_sampler
-        if self.counts_samples:
-            sampler = self.batch_sampler.sampler
-            source = sampler.order() if type(sampler) is SeedableRandomSampler else sampler
+        source = self.batch_sampler.sampler if self.counts_samples else self.batch_sampler
         items, head = _open(source, position, plan.stride if pads else 0)
         if self.num_processes == 1 and not pads:
             if not self.counts_samples:
@@ -353,6 +354,61 @@ class BatchSamplerShard(BatchSampler):
                 padding = [first[i % len(first)] for i in range(before, before + rows - real)]
                 batch = batch[:real] + padding
             yield batch, real, in_round
+
+
+def index_options(
+    indices: Any, *, collates: bool, split_batches: bool = False, **shards: Any
+) -> dict[str, Any]:
+    """Return the arguments with which a torch loader reads this rank's part of some indices.
+
+    Args:
+        indices: A batch sampler; or a sampler, if the loader does not collate: it then yields the dataset's
+            item for each index, or for a full batch of indices.
+        collates: Whether the loader collates samples to batches.
+        split_batches: As for `BatchSamplerShard`.
+        **shards: As for `BatchSamplerShard`.
+    """
+    single = not collates and not isinstance(indices, BatchSampler)
+    shard: Any = BatchSampler(cast("Any", indices), 1, drop_last=False) if single else indices
+    if isinstance(shard, BatchSamplerShard) and shard.num_processes == 1 < shards.get("num_processes", 1):
+        single, shard = shard.single, shard.batch_sampler
+    if not isinstance(shard, BatchSamplerShard):
+        shard = BatchSamplerShard(shard, split_batches=split_batches, single=single, **shards)
+    return {"batch_sampler": shard} if collates else {"sampler": shard, "batch_size": None}
+
+
+class SkipBatchSampler(_AroundBatchSampler):
+    """The batches of a batch sampler without the first ones.
+
+    Args:
+        batch_sampler: Any iterable of lists of indices.
+        skip_batches: Number of batches to skip.
+
+    Example:
+        >>> list(SkipBatchSampler(BatchSampler(range(7), 3, drop_last=False), 1))
+        [[3, 4, 5], [6]]
+    """
+
+    def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]], skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = check_count(skip_batches)
+
+    def __len__(self) -> int:
+        """Number of remaining batches."""
+        return max(0, len(self.batch_sampler) - self.skip_batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the remaining batches."""
+        inner = self.batch_sampler
+        shard = inner if isinstance(inner, BatchSamplerShard) else BatchSamplerShard(inner)
+        return shard.iterate_from(self.skip_batches * shard.stride)
+
+
+def check_count(batches: int) -> int:
+    """Refuse a negative number of batches."""
+    if batches < 0:
+        raise ValueError(f"The number of batches to skip is {batches!r}, but must not be negative.")
+    return batches
 
 
 Collate = Callable[[Any], Any]
@@ -430,12 +486,6 @@ class IterableDatasetShard(IterableDataset[Any]):
         """Set the next epoch in this process, the dataset, and persistent workers."""
         self._epoch.fill_(epoch)
         set_epoch_of(self.dataset, epoch)
-
-    def starting_at(self, starts: tuple[int, ...]) -> IterableDatasetShard:
-        """Return a shard of the samples that follow the ones consumed by each worker of the loader."""
-        remaining = copy(self)
-        remaining.starts = starts
-        return remaining
 
     def __len__(self) -> int:
         """Number of samples of this rank, if the dataset has a length."""
@@ -566,73 +616,46 @@ _SHARD_OF = (
 """The attributes of samplers and streams with the number of ranks that read, and this rank."""
 
 
-def is_sharded_already(
-    dataloader: DataLoader[Any], *, num_processes: int, process_index: int, asked: bool | None = None
-) -> bool:
-    """Return whether a loader is already sharded: it yields different samples on each rank.
-
-    Detected are samplers and iterable datasets with the number of ranks and the rank among their attributes
-    (`num_replicas` and `rank`, for instance), an `IterableDatasetShard`, iterable datasets returned by
-    `datasets.distributed.split_dataset_by_node`, and datasets that read a split of Ray Data
-    (`streaming_split`, `ray.train.get_dataset_shard`).
-
-    Args:
-        dataloader: The loader.
-        num_processes: The number of ranks that share the data.
-        process_index: The index of this rank among these ranks.
-        asked: The user's answer; `None` to inspect the loader.
+def is_sharded_already(dataloader: DataLoader[Any], *, num_processes: int, process_index: int) -> bool:
+    """Return whether a loader yields different samples on each rank already; see `prepare_data_loader`.
 
     Raises:
         ValueError: The data is sharded for another number of ranks, or for another rank.
     """
-    if asked is not None:
-        return asked
+    source: Any = dataloader.dataset
     if num_processes == 1:
         return False
-    dataset: Any = dataloader.dataset
-    if not isinstance(dataset, IterableDataset):
-        source: Any = dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler
-        while source is not None:
-            if _is_shard(source, num_processes, process_index):
-                return True
-            source = getattr(source, "batch_sampler", getattr(source, "sampler", None))
-        return False
-    if isinstance(dataset, IterableDatasetShard):
-        return dataset.num_processes > 1
-    return (
-        getattr(dataset, "_distributed", None)
-        is not None  # set by datasets.distributed.split_dataset_by_node
-        or _reads_ray_split(dataset)
-        or _is_shard(dataset, num_processes, process_index)
-    )
-
-
-def _reads_ray_split(dataset: Any) -> bool:
-    """Return whether a dataset reads a split of Ray Data: in an attribute, or for `to_torch` in a closure."""
-    values = list(vars(dataset).values())
-    closure = getattr(getattr(dataset, "generator_func", None), "__closure__", None) or ()
-    values += [cell.cell_contents for cell in closure]
-    return any(type(value).__name__ == "StreamSplitDataIterator" for value in values)
-
-
-def _is_shard(source: Any, num_processes: int, process_index: int) -> bool:
-    """Return whether a sampler or dataset is the shard of this rank, by its attributes."""
-    for count_name, rank_name in _SHARD_OF:
-        count, rank = getattr(source, count_name, None), getattr(source, rank_name, None)
-        if not (isinstance(count, int) and isinstance(rank, int)) or count == 1:
-            continue
-        name, facts = type(source).__qualname__, f"{count_name}={count!r} and {rank_name}={rank!r}"
-        if (count, rank) != (num_processes, process_index):
-            raise ValueError(
-                f"The loader's {name} shards the data with {facts}, but this is rank {process_index!r} of "
-                f"{num_processes!r} that read different data. Build it with these numbers, build the "
-                "loader without it, or pass already_sharded=True (in DataLoaderConfiguration) to read "
-                "the data as it is."
+    if isinstance(source, IterableDatasetShard):
+        return source.num_processes > 1
+    if isinstance(source, IterableDataset):
+        # Ray Data: the split is an attribute, or for `to_torch` in a closure.
+        closure = getattr(getattr(source, "generator_func", None), "__closure__", None) or ()
+        values = [*vars(source).values(), *(cell.cell_contents for cell in closure)]
+        if any(type(value).__name__ == "StreamSplitDataIterator" for value in values):
+            return True
+        if getattr(source, "_distributed", None) is not None:  # by datasets' split_dataset_by_node
+            return True
+    else:
+        source = dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
+    while source is not None:
+        for names in _SHARD_OF:
+            found = tuple(getattr(source, name, None) for name in names)
+            if not all(isinstance(number, int) for number in found) or found[0] == 1:
+                continue
+            facts = f"{type(source).__qualname__} shards the data with {names[0]}={found[0]!r} and "
+            facts += f"{names[1]}={found[1]!r}"
+            if found != (num_processes, process_index):
+                raise ValueError(
+                    f"The loader's {facts}, but this is rank {process_index!r} of {num_processes!r} that "
+                    "read different data. Build it with these numbers, build the loader without it, or "
+                    "pass already_sharded=True (in DataLoaderConfiguration) to read the data as it is."
+                )
+            logger.info(
+                "The loader's %s: it is not sharded again. If this is wrong, pass "
+                "DataLoaderConfiguration(already_sharded=False).",
+                facts,
             )
-        logger.info(
-            "The loader's %s already shards the data (%s): it is not sharded again. If this is wrong, "
-            "pass DataLoaderConfiguration(already_sharded=False).",
-            *(name, facts),
-        )
-        return True
+            return True
+        is_stream = isinstance(source, IterableDataset)
+        source = None if is_stream else getattr(source, "batch_sampler", getattr(source, "sampler", None))
     return False

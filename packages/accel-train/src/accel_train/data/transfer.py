@@ -160,13 +160,3 @@ def warn_of_shapes() -> None:
         "Batches have different shapes, and the loop is recompiled for every combination of shapes. Use "
         "drop_last=True of the DataLoader, or padding in its collate_fn, to keep them equal."
     )
-
-
-@functools.cache
-def warn_of_padding() -> None:
-    """Warn that a last batch is completed to keep its shape; once per process."""
-    logger.warning(
-        "The device recompiles for every shape, so a shorter last batch is completed with samples from "
-        "the epoch's beginning, which gather_for_metrics removes. Use drop_last=True of the DataLoader "
-        "to drop this batch, or even_batches=False of DataLoaderConfiguration to yield it unchanged."
-    )
