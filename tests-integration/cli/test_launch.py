@@ -122,10 +122,24 @@ def test_scripts_are_launched_from_python_by_the_command(tmp_path, monkeypatch):
         precision=PrecisionSettings(mixed_precision="bf16"),
         launch=LaunchSettings(num_processes=2),
     )
-    assert launch(script, (tmp_path, "--lr", 1), config=config) == {}
+    launch(script, (tmp_path, "--lr", 1), config=config)
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["(2, 'bf16', ['--lr', '1'])"] * 2
     with pytest.raises(WorkerFailedError, match=r"nowhere.py` ended with exit code 2"):
         launch("nowhere.py", config=config)
+
+
+def test_settings_without_a_config_key_reach_a_launched_program(tmp_path, capfd):
+    program = tmp_path / "program"
+    program.write_text('#!/bin/sh\necho $ACCELERATE_LOG_LEVEL > "$1"\nexit 3\n')
+    program.chmod(0o700)
+    config = Settings(
+        process=ProcessSettings(use_cpu=True, log_level="debug"),
+        launch=LaunchSettings(num_processes=1, no_python=True, quiet=True),
+    )
+    with pytest.raises(WorkerFailedError, match="exit code 3"):
+        launch(program, (tmp_path / "seen",), config=config)
+    assert (tmp_path / "seen").read_text().lower() == "debug\n"
+    assert "ended with exit code" not in capfd.readouterr().err, "quiet"
 
 
 def test_two_processes_on_the_cpu_know_their_ranks_and_settings(here, monkeypatch):

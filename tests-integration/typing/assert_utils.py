@@ -26,7 +26,7 @@ def launchers(train: Callable[[int], str]) -> None:
     """Launchers return the results by rank."""
     assert_type(debug_launcher(train, (1,)), dict[int, Any])
     assert_type(notebook_launcher(train, (1,), num_processes=2), dict[int, Any])
-    assert_type(launch(train, (1,), config={"num_processes": 2}), dict[int, Any])
+    launch("train.py", ("--lr", 1), config={"num_processes": 2})
     assert_type(DDPCommunicationHookType("fp16"), DDPCommunicationHookType)
     notebook_launcher(train, num_processes="two")  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
 

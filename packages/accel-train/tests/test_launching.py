@@ -19,7 +19,6 @@ from accel_state.device_kinds import BY_NAME, KINDS
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 from accel_state.logging import tqdm
-from accel_state.settings import LaunchSettings, PrecisionSettings, ProcessSettings, Settings, from_environ
 from accel_state.topology import detect, free_port
 from accel_train import Accelerator, launching
 from accel_train.launching import (
@@ -158,9 +157,7 @@ def test_what_cannot_be_is_refused(options, message):
 
 
 def test_a_script_is_no_function():
-    with pytest.raises(
-        SettingsError, match=r"'train.py' is not a function. `accel.launch` also runs scripts"
-    ):
+    with pytest.raises(SettingsError, match=r"'train.py' is not a function. `accel.launch` runs scripts"):
         debug_launcher("train.py")
 
 
@@ -177,7 +174,6 @@ def test_launches_at_the_same_time_do_not_meet_at_one_port():
     starts = {
         "debug": lambda: debug_launcher(sum_of_ranks, (1,), num_processes=2),
         "notebook": lambda: notebook_launcher(sum_of_ranks, (0,), 2),
-        "function": lambda: launch(sum_of_ranks, (2,), config=TWO),
     }
     fork = multiprocessing.get_context("fork")
     queue = fork.Queue()
@@ -194,7 +190,6 @@ def test_launches_at_the_same_time_do_not_meet_at_one_port():
     assert results == {
         "debug": dict.fromkeys((0, 1), (2, 3, "no", True)),
         "notebook": dict.fromkeys((0, 1), (2, 1, "no", True)),
-        "function": dict.fromkeys((0, 1), (2, 5, "bf16", True)),
     }
 
 
@@ -287,40 +282,13 @@ def test_torch_starts_functions_that_are_prepared(tmp_path, monkeypatch):
     )
 
 
-TWO = Settings(
-    process=ProcessSettings(use_cpu=True),
-    precision=PrecisionSettings(mixed_precision="bf16"),
-    launch=LaunchSettings(num_processes=2),
-)
-
-
-def describe_rank(*words):
-    topology = detect(read())
-    return topology.rank, topology.world_size, from_environ(read()).precision.mixed_precision, words
-
-
-def test_a_function_runs_on_every_rank_with_the_settings_and_gives_its_results(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    before = read()
-    results = launch(lambda *words: (*describe_rank(*words), "FSDP_VERSION" in read()), ("a", 1), config=TWO)
-    assert results == {rank: (rank, 2, "bf16", ("a", 1), False) for rank in range(2)}
-    assert read() == before
-
-
-def test_a_table_of_a_config_file_is_as_good_as_settings():
-    table = {"use_cpu": True, "num_processes": 2, "mixed_precision": "bf16", "num_cpu_threads_per_process": 3}
-    results = launch(lambda: (*describe_rank(), torch.get_num_threads()), config=table)
-    assert results == {rank: (rank, 2, "bf16", (), 3) for rank in range(2)}
-
-
 def test_a_rank_that_fails_is_reported_with_its_traceback():
     def fail():
         if detect(read()).rank == 1:
             raise ValueError("boom")
 
     with pytest.raises(WorkerFailedError, match=r"(?s)Rank 1 failed with ValueError: boom\nTraceback.*boom"):
-        launch(fail, config=TWO)
+        debug_launcher(fail)
 
 
 @pytest.mark.parametrize(
@@ -332,14 +300,14 @@ def test_a_rank_that_fails_is_reported_with_its_traceback():
 )
 def test_how_a_process_ended_without_an_error_of_the_function_is_reported(work, message):
     with pytest.raises(WorkerFailedError, match=message):
-        launch(work, config=TWO)
+        debug_launcher(work)
 
 
 def test_nothing_of_torchs_launcher_stays(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(WorkerFailedError):
-        launch(lambda: 1 / 0, config=TWO)
+        debug_launcher(lambda: 1 / 0)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert [*tmp_path.glob("torchelastic*")] == []
     assert "Traceback" not in capfd.readouterr().err
@@ -360,51 +328,22 @@ def test_an_interrupt_lets_the_processes_clean_up_and_arrives_as_one(tmp_path):
             (tmp_path / f"{clean}{rank}").touch()
 
     with pytest.raises(KeyboardInterrupt):
-        launch(work, ("saved",), config=TWO)
+        debug_launcher(work, ("saved",))
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "saved0", "saved1"}
 
 
 @pytest.mark.parametrize(
-    ("given", "args", "config", "message"),
+    ("start", "message"),
     [
-        (5, (), TWO, "5 is not a function. `accel.launch` also runs scripts"),
-        (print, 5, TWO, "args=5: expected the arguments of the function"),
-        (print, "ab", TWO, "args='ab': expected"),
-        (print, (), "run.yaml", r"launch\(config='run.yaml'\): .*yaml.safe_load"),
-        (print, (), 2, r"launch\(config=2\): expected accel.settings.Settings"),
-        (print, (), {"num_procs": 2}, "num_procs"),
-        (
-            print,
-            (),
-            {"mpirun_config": {"mpirun_hostfile": "hosts"}},
-            "launched with mpi.hostfile",
-        ),
-        (
-            print,
-            (),
-            {"launcher": "slurm", "as_accelerate": True},
-            "launcher, process.as_accelerate, and",
-        ),
-        (
-            print,
-            (),
-            {"num_processes": 2, "distributed_type": "MULTI_NPU"},
-            "this machine has no such device",
-        ),
+        (lambda: debug_launcher(5), "5 is not a function"),
+        (lambda: debug_launcher(print, 5), "args=5: expected the arguments of the function"),
+        (lambda: debug_launcher(print, "ab"), "args='ab': expected"),
+        (lambda: launch(print), r"runs scripts: pass a function to notebook_launcher"),
+        (lambda: launch("train.py", config="run.yaml"), r"launch\(config='run.yaml'\): .*yaml.safe_load"),
+        (lambda: launch("train.py", config=2), r"launch\(config=2\): expected settings"),
+        (lambda: launch("train.py", config={"num_procs": 2}), "num_procs"),
     ],
 )
-def test_what_cannot_be_launched_is_said_before_anything_starts(given, args, config, message):
+def test_what_cannot_be_launched_is_said_before_anything_starts(start, message):
     with pytest.raises(SettingsError, match=message):
-        launch(given, args, config=config)
-
-
-@pytest.mark.parametrize(
-    ("chosen", "message"),
-    [
-        (LaunchSettings(num_processes=3, num_machines=2), "cannot be divided by 2 machines"),
-        (LaunchSettings(num_processes=2, num_machines=2), "launch.main_process_ip"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(chosen, message):
-    with pytest.raises(SettingsError, match=message):
-        launch(print, config=Settings(process=ProcessSettings(use_cpu=True), launch=chosen))
+        start()

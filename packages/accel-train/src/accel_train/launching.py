@@ -1,4 +1,4 @@
-"""Launch functions and scripts from Python: notebook_launcher, debug_launcher and launch."""
+"""Launch from Python: functions by notebook_launcher and debug_launcher, scripts by launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from os import PathLike, fspath
@@ -31,13 +30,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from accel_state import environ
 from accel_state.accelerator_state import AcceleratorState, GradientState
-from accel_state.device_kinds import CPU, KINDS, DeviceKind, available_kind, peer_variables
+from accel_state.device_kinds import CPU, KINDS, available_kind, peer_variables
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.labels import DistributedType
 from accel_state.partial_state import PartialState
 from accel_state.settings import Settings, from_environ, merge_layers, parse_file, to_content, worker_environ
-from accel_state.settings.model import Precision, value_at
-from accel_state.settings.run import ClusterSettings
+from accel_state.settings.model import OPTIONS, Precision, as_text, value_at
 from accel_state.topology import DEFAULT_PORT, detect, is_port_in_use, reserved_port
 from accel_train.worker_errors import ERROR_FILE, error_of_failure, read_worker_errors, worker_error
 
@@ -120,7 +118,14 @@ def notebook_launcher(
         raise SettingsError(f"notebook_launcher(use_port={use_port!r}): expected the number of a port.")
     kind = CPU if from_environ(environ.read()).process.use_cpu else available_kind()
     count = device_count(kind.module) if num_processes is None else num_processes
-    _check_numbers(count, num_nodes, node_rank, max_restarts)
+    for name, value, least in (
+        ("num_processes", count, 1),
+        ("num_nodes", num_nodes, 1),
+        ("max_restarts", max_restarts, 0),
+    ):
+        _check_count(name, value, least)
+    if not 0 <= node_rank < num_nodes:
+        raise SettingsError(f"node_rank={node_rank!r} is not one of num_nodes={num_nodes!r}, counted from 0.")
     variables = {} if mixed_precision.lower() == "no" else {"accelerate_mixed_precision": mixed_precision}
     plain = rdzv_backend == "static" and not (rdzv_endpoint or max_restarts or log_line_prefix_template)
     # 2. Without a fork: start processes by the device's own runtime, or run in this process.
@@ -137,6 +142,13 @@ def notebook_launcher(
     if kind.name == "cuda":
         variables |= peer_variables(environ.read())
     port = 0 if num_nodes == 1 and int(use_port) == DEFAULT_PORT else int(use_port)
+    if port == 0 and num_nodes > 1:
+        raise SettingsError("use_port=0: several machines need a fixed port.")
+    if port and node_rank == 0 and is_port_in_use(port):
+        raise SettingsError(
+            f"use_port={port}: another program uses this port. Choose another, or 0 for any free port (on "
+            "one machine)."
+        )
     with environ.patch_environment(**variables):
         return _fork(
             function,
@@ -146,7 +158,7 @@ def notebook_launcher(
             node_rank=node_rank,
             rdzv_backend=rdzv_backend,
             rdzv_conf=rdzv_conf,
-            rdzv_endpoint=rdzv_endpoint or _endpoint(master_addr, port, num_nodes, node_rank, "use_port"),
+            rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{port or reserved_port()}",
             run_id=rdzv_id,
             max_restarts=max_restarts,
             monitor_interval=monitor_interval,
@@ -178,172 +190,74 @@ def debug_launcher(
         >>> debug_launcher(lambda: Accelerator().process_index, num_processes=2)
         {0: 0, 1: 1}
     """
-    _check_numbers(num_processes, 1, 0, 0)
+    _check_count("num_processes", num_processes, 1)
     with environ.patch_environment(accelerate_use_cpu="yes"):
         return _fork(function, args, num_processes, rdzv_endpoint=f"127.0.0.1:{reserved_port()}")
 
 
-def _check_numbers(num_processes: int, num_nodes: int, node_rank: int, max_restarts: int) -> None:
-    counts = {"num_processes": num_processes, "num_nodes": num_nodes, "max_restarts": max_restarts}
-    for name, value in counts.items():
-        least = 0 if name == "max_restarts" else 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise SettingsError(f"{name}={value!r}: expected a whole number of at least {least}.")
-    if not 0 <= node_rank < num_nodes:
-        raise SettingsError(f"node_rank={node_rank!r} is not one of num_nodes={num_nodes!r}, counted from 0.")
-
-
-def _endpoint(address: str, port: int, num_nodes: int, node_rank: int, option: str) -> str:
-    """Return the address of the rendezvous; 0 is any free port. Messages name the port by `option`."""
-    if port == 0 and num_nodes > 1:
-        raise SettingsError(f"{option}=0: several machines need a fixed port.")
-    if port and node_rank == 0 and is_port_in_use(port):
-        raise SettingsError(
-            f"{option}={port}: another program uses this port. Choose another, or 0 for any free port (on "
-            "one machine)."
-        )
-    return f"{address}:{port or reserved_port()}"
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SettingsError(f"{name}={value!r}: expected a whole number of at least {least}.")
 
 
 def launch(
-    function_or_script: Callable[..., Any] | str | PathLike[str],
+    script: str | PathLike[str],
     args: Sequence[Any] = (),
     *,
     config: Settings | Mapping[str, Any] | None = None,
-) -> dict[int, Any]:
-    """Run a function or a script in the configured number of processes.
+) -> None:
+    """Run a script by the command `accel launch`, with settings from Python.
 
-    A function runs in forked processes; a script, or the module that `launch.module` announces, is started
-    by the command `accel launch`. Neither a config file nor the environment variables of settings are read:
-    only `config` counts.
+    Neither a config file nor the environment variables of settings are read: only `config` counts. Functions
+    are run by `notebook_launcher`.
 
     Args:
-        function_or_script: A function whose result can be pickled, or the path of a Python script.
-        args: What the function is called with, or the words after the script.
+        script: The path of a Python script; the name of a module with `launch.module`, an executable with
+            `launch.no_python`.
+        args: The words after the script.
         config: The settings, or the table of a config file; `Settings()` if None, which runs one process
             per accelerator.
 
-    Returns:
-        The function's results by rank, for the processes of this machine; empty for a script.
-
     Raises:
-        SettingsError: The settings contradict each other, or need the command and are given with a function;
-            or a device is already initialised.
-        WorkerFailedError: A process failed; for a function, the message has rank and traceback.
-        UnsupportedError: This system cannot fork.
+        SettingsError: The settings are invalid.
+        WorkerFailedError: The command has failed, after it has printed why.
 
     Example:
         >>> from accel_state.settings import LaunchSettings, ProcessSettings, Settings
         >>> two = Settings(process=ProcessSettings(use_cpu=True), launch=LaunchSettings(num_processes=2))
-        >>> launch(lambda word: word.upper(), ("trained",), config=two)
-        {0: 'TRAINED', 1: 'TRAINED'}
+        >>> launch("train.py", ("--lr", 0.1), config=two)  # doctest: +SKIP
     """
-    # 1. Check the settings, and count the processes of this machine.
-    settings = _resolve_settings(config)
-    if isinstance(function_or_script, (str, PathLike)):
-        return _launch_script(fspath(function_or_script), args, settings)
-    defaults = Settings()
-    refused = [path for path in _COMMAND_ONLY if value_at(settings, path) != value_at(defaults, path)]
-    if refused:
+    if callable(script):
+        raise SettingsError(f"launch({script!r}) runs scripts: pass a function to notebook_launcher().")
+    settings = config or Settings()
+    if isinstance(settings, Mapping):
+        settings = merge_layers(parse_file(settings, "launch(config=...)")).settings
+    if not isinstance(settings, Settings):
         raise SettingsError(
-            f"launch(config=...): only scripts are launched with {', '.join(refused)}, and "
-            f"{function_or_script!r} is none."
+            f"launch(config={config!r}): expected settings, or the table that a config file holds, such as "
+            "`yaml.safe_load(open(config))`."
         )
-    chosen = settings.launch
-    kind = _choose_device_kind(settings)
-    ids = chosen.device_ids
-    per_node = 1 if chosen.distributed_type == "NO" else len(ids) or device_count(kind.module)
-    count = chosen.num_processes or chosen.num_machines * per_node
-    if count % chosen.num_machines:
-        raise SettingsError(
-            f"launch(config=...): {count} processes cannot be divided by {chosen.num_machines} machines."
-        )
-    if chosen.num_machines > 1 and chosen.main_process_ip is None:
-        raise SettingsError(
-            f"launch(config=...): {chosen.num_machines} machines need a rendezvous: set "
-            "launch.main_process_ip."
-        )
-    if kind.type != "cpu":
-        _refuse_initialised_devices()
-    # 2. Fork the processes, with an environment of these settings only.
-    variables = worker_environ(settings, environ.read())
-    if ids and kind.visible_devices_env:
-        variables[kind.visible_devices_env] = ",".join(ids)
-    alone = chosen.num_machines == 1
-    endpoint = _endpoint(
-        "127.0.0.1" if alone else str(chosen.main_process_ip),
-        chosen.main_process_port or (0 if alone else DEFAULT_PORT),
-        chosen.num_machines,
-        chosen.machine_rank,
-        "launch(config=...): main_process_port",
-    )
-    with environ.clear_environment():
-        environ.publish(variables)
-        return _fork(
-            function_or_script,
-            args,
-            count // chosen.num_machines,
-            threads=chosen.num_cpu_threads_per_process or 1,
-            num_nodes=chosen.num_machines,
-            node_rank=chosen.machine_rank,
-            rdzv_endpoint=endpoint,
-            rdzv_backend=chosen.rdzv_backend,
-            max_restarts=chosen.max_restarts,
-            monitor_interval=chosen.monitor_interval,
-        )
-
-
-_COMMAND_ONLY = (
-    *(f"launch.{name}" for name in ("compute_environment", "min_machines", "tee", "log_dir", "role")),
-    *("launch.no_python", "launch.quiet", "launch.rdzv_conf", "mpi.hostfile", "hosts.hostfile"),
-    *("launch.shutdown_timeout", "launch.launcher", "launch.on_tpu", "tpu.use_cluster"),
-    *("launch.module", "process.as_accelerate"),
-    *(f"cluster.{field.name}" for field in fields(ClusterSettings)),
-)
-"""The settings that only the command carries out."""
-
-
-def _resolve_settings(config: Settings | Mapping[str, Any] | None) -> Settings:
-    if isinstance(config, Mapping):
-        return merge_layers(parse_file(config, "launch(config=...)")).settings
-    if isinstance(config, (str, PathLike)):
-        raise SettingsError(
-            f"launch(config={fspath(config)!r}): expected settings, or the table that the file holds: "
-            f"`config=yaml.safe_load(open({fspath(config)!r}))`."
-        )
-    if config is not None and not isinstance(config, Settings):
-        raise SettingsError(f"launch(config={config!r}): expected accel.settings.Settings.")
-    return config or Settings()
-
-
-def _launch_script(script: str, words: Sequence[Any], settings: Settings) -> dict[int, Any]:
-    """Run a script by the command, with a config file of the settings."""
+    # A config file has no keys for these settings: the command takes them as flags, or from variables.
+    flags, variables = list[str](), dict[str, str]()
+    for option in OPTIONS:
+        value = value_at(settings, option.path)
+        if option.key is not None or "." not in option.path or value == value_at(Settings(), option.path):
+            continue
+        if option.flags:
+            flags.append(option.flags[-1] if value is True else f"{option.flags[-1]}={value}")
+        elif option.variable is not None:
+            variables[option.variable] = as_text(value)
     with TemporaryDirectory(prefix="accel-launch-") as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(to_content(settings)), encoding="utf-8")
-        flags = ["--module"] if settings.launch.module else []
+        line = [sys.executable, "-m", "accel_cli", "launch", f"--config_file={file}", *flags, fspath(script)]
         done = subprocess.run(
-            [sys.executable, "-m", "accel_cli", "launch", f"--config_file={file}", *flags, script]
-            + [str(word) for word in words],
-            env=worker_environ(Settings(), environ.read()),
+            line + [str(word) for word in args],
+            env=worker_environ(Settings(), environ.read()) | variables,
             check=False,
         )
     if done.returncode:
         raise WorkerFailedError(f"`accel launch {script}` ended with exit code {done.returncode}.")
-    return {}
-
-
-def _choose_device_kind(settings: Settings) -> DeviceKind:
-    """Return the kind of devices to run on."""
-    requested = settings.launch.distributed_type
-    if settings.process.use_cpu or requested == "MULTI_CPU":
-        return CPU
-    kind = available_kind()
-    if requested is not None and requested.startswith("MULTI_") and requested != kind.distributed_type.value:
-        raise SettingsError(
-            f"launch(config=...): distributed_type is {requested!r}, but this machine has no such device."
-        )
-    return kind
 
 
 def device_count(module: Any) -> int:
@@ -360,7 +274,6 @@ def _fork(
     node_rank: int = 0,
     rdzv_backend: str = "static",
     rdzv_conf: Mapping[str, Any] | None = None,
-    threads: int = 1,
     **options: Any,
 ) -> dict[int, Any]:
     """Run a function in forked processes under torch's elastic launcher; `options` are of its configuration.
@@ -374,7 +287,7 @@ def _fork(
             "a file and start the file with `accel launch`."
         )
     if not callable(function):
-        raise SettingsError(f"{function!r} is not a function. `accel.launch` also runs scripts.")
+        raise SettingsError(f"{function!r} is not a function. `accel.launch` runs scripts.")
     if isinstance(args, str) or not isinstance(args, Sequence):
         raise SettingsError(f"args={args!r}: expected the arguments of the function as a tuple.")
     if torch.distributed.is_initialized() or detect(environ.read()).world_size > 1:
@@ -400,7 +313,7 @@ def _fork(
     # Torch's launcher leaves its signal handlers, a variable and a folder of logs.
     handlers = _signal_handlers()
     forked = multiprocessing.get_context("fork").Barrier(processes)
-    entry: Any = partial(_run_as_rank, forked, handlers, threads, function)
+    entry: Any = partial(_run_as_rank, forked, handlers, function)
     entry.__name__ = entry.__qualname__ = getattr(function, "__name__", type(function).__name__)
     log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     try:
@@ -455,7 +368,6 @@ _FORK_TIMEOUT = 20.0  # seconds that a process waits for its siblings to be fork
 def _run_as_rank(
     forked: Any,
     handlers: Mapping[signal.Signals, Any],
-    threads: int,
     function: Callable[..., Any],
     *args: Any,
 ) -> Any:
@@ -476,7 +388,7 @@ def _run_as_rank(
     with contextlib.suppress(threading.BrokenBarrierError):
         forked.wait(_FORK_TIMEOUT)
     try:
-        result = _run_forked(function, *args, threads=threads)
+        result = _run_forked(function, *args)
         ForkingPickler.dumps(result)  # here an error has a traceback
     except Exception as error:  # noqa: BLE001 - the parent raises it
         variables = environ.read()
@@ -489,13 +401,13 @@ def _run_as_rank(
     return result
 
 
-def _run_forked(function: Callable[..., Any], *args: Any, threads: int = 1) -> Any:
+def _run_forked(function: Callable[..., Any], *args: Any) -> Any:
     """Run a function in a forked process, after resetting the states inherited from the parent.
 
     It computes with one thread, as data workers do: a fork does not copy OpenMP's threads, and if the parent
     has had any, the first multi-threaded operation would wait for them forever.
     """
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     gc.freeze()  # collecting a process group of the parent would crash: its threads were not copied
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
