@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +13,12 @@ from torch import nn
 
 import accel_plugins.megatron as package
 from accel_plugins.megatron.arguments import scheduler_arguments
-from accel_plugins.megatron.checks import check_kind, check_offload
+from accel_plugins.megatron.checks import check_model
 from accel_plugins.megatron.data import MegatronLMDummyScheduler
 from accel_plugins.megatron.optimizer import (
     check_other_args,
     ddp_config,
     optimizer_config,
-    optimizer_values,
     parameter_factors,
     transformer_config,
 )
@@ -63,6 +63,7 @@ def test_what_is_refused_says_what_to_use_instead(name):
         MegatronLMPlugin(**{name: OTHER.get(name, 2)})
 
 
+AWARE = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
 SIZES = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4}
 
 
@@ -105,6 +106,9 @@ RECEIVED = {
     "gradient_clipping": (0.5, {}),
     "sequence_parallelism": (True, {"tp_degree": 2}),
     "use_distributed_optimizer": (True, {}),
+    "use_precision_aware_optimizer": (True, {"use_distributed_optimizer": True}),
+    "optimizer_cpu_offload": (True, AWARE),
+    "overlap_cpu_optimizer_d2h_h2d": (True, AWARE | {"optimizer_cpu_offload": True}),
     "num_layers_per_virtual_pipeline_stage": (1, {"pp_degree": 2, "num_micro_batches": 2}),
     "num_micro_batches": (2, {}),
     "train_iters": (300, {}),
@@ -126,6 +130,7 @@ RECEIVED = {
 }
 """A value of each field that megatron-core receives, and what it needs beside itself."""
 PAIRS = {"start_weight_decay": {"start_weight_decay": 0.02}, "end_weight_decay": {"end_weight_decay": 0.05}}
+WITH_ENGINE = {"use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"}
 WITHOUT = {"scale_lr_cond": {"lr_mult"}}
 
 
@@ -133,70 +138,102 @@ WITHOUT = {"scale_lr_cond": {"lr_mult"}}
 @pytest.mark.filterwarnings("ignore")  # of megatron-core
 @pytest.mark.parametrize("name", RECEIVED)
 def test_megatron_core_receives_a_field(name):
+    if name in WITH_ENGINE and not is_installed("transformer_engine"):
+        pytest.skip("needs TransformerEngine")
     value, beside = RECEIVED[name]
     before = {key: value for key, value in beside.items() if key not in WITHOUT.get(name, ())}
     assert received(beside | {name: value}) != received(before | PAIRS.get(name, {}))
 
 
-ROPE = {"positions": "rope", "has_engine": False}
-LEARNED = {"positions": "learned_absolute", "has_engine": False}
+def model_of(kind):
+    """A model of transformers' by its class name and configuration, without weights."""
+    name, config = MODELS[kind]
+    instance = type(name, (nn.Module,), {})()
+    instance.config = SimpleNamespace(model_type=kind, vocab_size=96, tie_word_embeddings=True, **config)
+    return instance
+
+
+GPT2 = {"n_layer": 4, "n_embd": 32, "n_inner": None, "n_head": 4, "n_positions": 64, "embd_pdrop": 0.0}
+GPT2 |= {"activation_function": "gelu", "layer_norm_epsilon": 1e-5, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+LLAMA = {"num_hidden_layers": 6, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "attention_dropout": 0.0}
+LLAMA |= {"hidden_act": "silu", "max_position_embeddings": 64, "rope_parameters": {"rope_theta": 1e4}}
+BERT = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+BERT |= {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "attention_probs_dropout_prob": 0.0}
+BERT |= {"hidden_dropout_prob": 0.0, "max_position_embeddings": 64, "type_vocab_size": 2, "num_labels": 2}
+T5 = {"num_layers": 4, "num_decoder_layers": 4, "d_model": 32, "d_ff": 64, "num_heads": 4, "d_kv": 8}
+T5 |= {"dense_act_fn": "relu", "is_gated_act": False, "layer_norm_epsilon": 1e-5, "dropout_rate": 0.0}
+T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
+MODELS = {
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "bert": ("BertForMaskedLM", BERT),
+    "t5": ("T5ForConditionalGeneration", T5),
+}
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "beside", "text"),
+    ("options", "kind", "text"),
     [
-        ({"use_rotary_position_embeddings": True}, "gpt", LEARNED, "its configuration decides"),
-        ({"use_rotary_position_embeddings": False}, "gpt", ROPE, "its configuration decides"),
-        ({"context_parallel_size": 2}, "bert", LEARNED, "only sequences of decoders"),
-        ({"attention_backend": "flash"}, "gpt", ROPE, "transformer-engine"),
-        ({"attention_backend": "fused"}, "t5", ROPE | {"has_engine": True}, "transformer-engine"),
+        ({"use_rotary_position_embeddings": True}, "gpt2", "its configuration decides"),
+        ({"use_rotary_position_embeddings": False}, "llama", "its configuration decides"),
+        ({"context_parallel_size": 2}, "bert", "decoders only"),
+        ({"attention_backend": "fused"}, "t5", "decoders only"),
     ],
 )
-def test_options_that_a_kind_of_model_does_not_have_are_refused(options, kind, beside, text):
+def test_options_that_a_kind_of_model_does_not_have_are_refused(options, kind, text):
     (name,) = options
-    with pytest.raises(UnsupportedError, match=rf"{name}={options[name]!r} \(.*{text}.*'?Leave them out"):
-        check_kind(MegatronLMPlugin(**options), kind, "mine", **beside)
+    with pytest.raises(
+        UnsupportedError, match=rf"'{kind}' .*{name}={options[name]!r} \({text}\): leave it out"
+    ):
+        check_model(MegatronLMPlugin(**options), model_of(kind))
+
+
+VIRTUAL = {"pp_degree": 2, "num_micro_batches": 4, "num_layers_per_virtual_pipeline_stage": 1}
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "beside"),
+    ("options", "kind", "message"),
     [
-        ({}, "gpt", ROPE),
-        ({"use_rotary_position_embeddings": True}, "gpt", ROPE),
-        ({"use_rotary_position_embeddings": False}, "bert", {"positions": None, "has_engine": None}),
-        ({"context_parallel_size": 2}, "gpt", ROPE),
-        ({"attention_backend": "flash"}, "gpt", ROPE | {"has_engine": True}),
-        ({"attention_backend": "flash"}, "gpt", ROPE | {"has_engine": None}),
-        ({"attention_backend": "local"}, "bert", LEARNED),
-        ({"attention_softmax_in_fp32": False}, "gpt", ROPE),
-        ({"calculate_per_token_loss": True}, "gpt", ROPE),
-        ({"encoder_seq_length": 8, "decoder_seq_length": 8}, "t5", ROPE),
+        ({"tp_degree": 3}, "llama", "LlamaForCausalLM cannot be divided .*4 attention heads by tp_degree=3"),
+        ({"tp_degree": 3}, "llama", "2 key-value heads"),
+        ({"pp_degree": 4}, "llama", "6 layers by pp_degree=4"),
+        (
+            {**VIRTUAL, "num_layers_per_virtual_pipeline_stage": 2},
+            "llama",
+            "6 layers by pp_degree=2, num_layers_per_virtual_pipeline_stage=2",
+        ),
+        (
+            {"pp_degree": 3, "decoder_last_pipeline_num_layers": 1},
+            "llama",
+            "6 layers by pp_degree=3, decoder_last_pipeline_num_layers=1",
+        ),
+        ({"pp_degree": 2}, "t5", r"an encoder and a decoder by pp_degree=2 \(use tp_degree"),
     ],
 )
-def test_options_with_an_effect_are_not_refused(options, kind, beside):
-    check_kind(MegatronLMPlugin(**options), kind, "mine", **beside)
+def test_sizes_that_do_not_divide_are_refused(options, kind, message):
+    with pytest.raises(SettingsError, match=message):
+        check_model(MegatronLMPlugin(**options), model_of(kind))
 
 
-AWARE = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
-
-
-def test_an_optimizer_is_offloaded_as_a_whole():
-    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
-    plain = optimizer_values(MegatronLMPlugin(**AWARE), optimizer, "no")
-    offloaded = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
-    changed = optimizer_values(MegatronLMPlugin(**AWARE, **offloaded), optimizer, "no")
-    assert {name: changed[name] for name in offloaded} == offloaded
-    assert (plain["optimizer_offload_fraction"], changed["optimizer_offload_fraction"]) == (0, 1)
-    assert plain["use_precision_aware_optimizer"] is True
-
-
-def test_an_optimizer_that_megatron_core_cannot_offload_is_refused():
-    layer = nn.Linear(2, 2)
-    plugin = MegatronLMPlugin(**AWARE, optimizer_cpu_offload=True)
-    check_offload(plugin, torch.optim.AdamW(layer.parameters()))
-    check_offload(MegatronLMPlugin(), torch.optim.SGD(layer.parameters()))
-    with pytest.raises(UnsupportedError, match=r"optimizer_cpu_offload=True.*AdamW, not for Adam:"):
-        check_offload(plugin, torch.optim.Adam(layer.parameters()))
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, "llama"),
+        ({"use_rotary_position_embeddings": True}, "llama"),
+        ({"use_rotary_position_embeddings": False}, "bert"),
+        ({"context_parallel_size": 2}, "llama"),
+        ({"attention_backend": "flash"}, "gpt2"),
+        ({"attention_backend": "local"}, "bert"),
+        ({"tp_degree": 2, "use_distributed_optimizer": True}, "t5"),
+        ({"tp_degree": 4}, "llama"),
+        ({"pp_degree": 3}, "llama"),
+        ({**VIRTUAL, "num_layers_per_virtual_pipeline_stage": 3}, "llama"),
+        ({"pp_degree": 3, "decoder_last_pipeline_num_layers": 2}, "llama"),
+    ],
+)
+def test_options_and_sizes_that_a_model_has_are_not_refused(options, kind):
+    assert check_model(MegatronLMPlugin(**options), model_of(kind)).name == kind
 
 
 @pytest.mark.skipif(not is_installed("megatron_lm"), reason="needs megatron-core")

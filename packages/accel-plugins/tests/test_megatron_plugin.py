@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_plugins.megatron.arguments import add_model_config_to_megatron_parser, scheduler_arguments
-from accel_plugins.megatron.checks import check_model, data_parallel_size
+from accel_plugins.megatron.checks import data_parallel_size
 from accel_plugins.megatron.data import (
     MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler,
@@ -122,8 +122,8 @@ VIRTUAL = {"pp_degree": 2, "num_micro_batches": 4, "num_layers_per_virtual_pipel
     [
         ({"num_layers_per_virtual_pipeline_stage": 1}, "needs pp_degree=2: add it"),
         ({"decoder_last_pipeline_num_layers": 1}, "needs pp_degree=2"),
-        ({"use_precision_aware_optimizer": True}, "needs use_distributed_optimizer=True"),
         ({"optimizer_cpu_offload": True}, "needs use_precision_aware_optimizer=True"),
+        ({"lr_decay_iters": 3, "lr_warmup_samples": 3}, "exclude each other"),
         ({"train_iters": 3, "train_samples": 3}, "exclude each other"),
         ({"lr_warmup_iters": 3, "lr_warmup_fraction": 0.1}, "exclude each other"),
         ({"train_samples": 3, "lr_decay_iters": 3}, "exclude each other"),
@@ -338,51 +338,6 @@ def test_a_type_of_model_can_be_added():
     plugin = MegatronLMPlugin()
     plugin.set_network_size_args(model("Mine", model_type="mine"))
     assert plugin.megatron_lm_default_args["num_layers"] == 4
-
-
-SIZES = {"num_attention_heads": 4, "num_query_groups": 2, "num_layers": 6, "ffn_hidden_size": 64}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tp_degree": 3}, "Tiny cannot be divided .*4 attention heads by tp_degree=3"),
-        ({"tp_degree": 3}, "2 key-value heads"),
-        ({"pp_degree": 4}, "6 layers by pp_degree=4"),
-        (
-            {**VIRTUAL, "num_layers_per_virtual_pipeline_stage": 2},
-            "6 layers by pp_degree=2 and num_layers_per_virtual_pipeline_stage=2",
-        ),
-        (
-            {"pp_degree": 3, "decoder_last_pipeline_num_layers": 1},
-            "6 layers by pp_degree=3 and decoder_last_pipeline_num_layers=1",
-        ),
-    ],
-)
-def test_sizes_that_do_not_divide_are_refused(options, message):
-    with pytest.raises(SettingsError, match=message):
-        check_model(MegatronLMPlugin(**options), SIZES, "Tiny")
-
-
-def test_stages_of_an_encoder_and_a_decoder_are_refused_with_what_to_use_instead():
-    with pytest.raises(SettingsError, match=r"an encoder and a decoder by pp_degree=2 \(use tp_degree"):
-        check_model(MegatronLMPlugin(pp_degree=2), SIZES, "Pair", has_encoder=True)
-    options = {"tp_degree": 2, "use_distributed_optimizer": True}
-    check_model(MegatronLMPlugin(**options), SIZES, "Pair", has_encoder=True)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"tp_degree": 4},
-        {"pp_degree": 3},
-        {**VIRTUAL, "num_layers_per_virtual_pipeline_stage": 3},
-        {"pp_degree": 3, "decoder_last_pipeline_num_layers": 2},
-    ],
-)
-def test_sizes_that_divide_are_not_refused(options):
-    check_model(MegatronLMPlugin(**options), SIZES, "Tiny")
 
 
 def test_ranks_are_divided_into_groups():

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_plugins.megatron.checks import check_kind, check_model
-from accel_plugins.megatron.families import find_family
+from accel_plugins.megatron.checks import check_model
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 
 
@@ -20,19 +19,15 @@ def stage_elements(
 
     `last` is the number of layers of the last stage; by default the same as of the others.
     """
-    family = find_family(model)
-    config: Any = model.config
-    family.check(config)
-    sizes, arguments = family.transformer_config(config), family.model_arguments(model)
     plugin = MegatronLMPlugin(
         tp_degree=tensor,
         pp_degree=pipeline,
         context_parallel_size=context,
         decoder_last_pipeline_num_layers=last,
     )
-    positions = arguments.get("position_embedding_type")
-    check_kind(plugin, family.kind, family.name, positions=positions, has_engine=None)
-    check_model(plugin, sizes, type(model).__name__, has_encoder="encoder_layers" in arguments)
+    family = check_model(plugin, model)
+    config: Any = model.config
+    sizes, arguments = family.transformer_config(config), family.model_arguments(model)
     layers = sizes["num_layers"]
     each = layers // pipeline if last is None else (layers - last) // (pipeline - 1)
     is_copied = pipeline > 1 and arguments["share_embeddings_and_output_weights"]

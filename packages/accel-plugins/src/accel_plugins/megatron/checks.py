@@ -1,13 +1,12 @@
-"""Check model, optimizer and plugin before Megatron trains."""
+"""Check a model and the sizes of groups before Megatron trains; without megatron-core."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from typing import Any
 
-from torch.optim import AdamW, Optimizer
-
-from accel_plugins.megatron.plugin import OWN_CODE, MegatronLMPlugin
+from accel_plugins.megatron.families import ModelFamily, find_family
+from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_state.errors import SettingsError, UnsupportedError
 
 
@@ -28,98 +27,53 @@ def data_parallel_size(tensor: int, pipeline: int, context: int, world_size: int
     return world_size // size
 
 
-def check_model(
-    plugin: MegatronLMPlugin, sizes: Mapping[str, Any], name: str, *, has_encoder: bool = False
-) -> None:
-    """Refuse a model whose sizes the parallel groups do not divide.
-
-    `sizes` are fields of megatron-core's `TransformerConfig`; `has_encoder` says whether its decoder has one.
-    """
+def check_model(plugin: MegatronLMPlugin, model: Any) -> ModelFamily:
+    """Find a model's family; refuse options that it does not have, and sizes that groups do not divide."""
+    family, name = find_family(model), type(model).__name__
+    family.check(model.config)
+    sizes, arguments = family.transformer_config(model.config), family.model_arguments(model)
+    # 1. Every weight has a row.
+    names = (re.escape(name) for row in family.weights(model.config) for name in row.names)
+    known = re.compile("|".join(name.replace(r"\{layer\}", r"\d+") for name in names))
+    if missing := [name for name, _ in model.named_parameters() if not known.fullmatch(name)]:
+        raise SettingsError(
+            f"{name} has weights without a row in its family, which Megatron would not train or save: "
+            f"{', '.join(missing)}. Add rows for them, or leave out what makes them."
+        )
+    # 2. The family has the options.
+    is_decoder, rotary = family.kind == "gpt", plugin.use_rotary_position_embeddings
+    is_rotary = arguments.get("position_embedding_type") in {"rope", "yarn", "mrope"}
+    refused = {
+        "context_parallel_size": None if is_decoder or plugin.context_parallel_size == 1 else "decoders only",
+        "use_rotary_position_embeddings": None
+        if rotary in {None, is_rotary}
+        else "its configuration decides",
+        "attention_backend": None
+        if is_decoder or plugin.attention_backend not in {"flash", "fused"}
+        else "decoders only",
+    }
+    if wrong := [f"{key}={getattr(plugin, key)!r} ({reason})" for key, reason in refused.items() if reason]:
+        raise UnsupportedError(f"{family.name!r} does not have {'; '.join(wrong)}: leave it out.")
+    # 3. The sizes divide.
     tensor, stages = plugin.tp_degree or 1, plugin.pp_degree or 1
-    heads, layers = sizes["num_attention_heads"], sizes["num_layers"]
-    groups, last = sizes.get("num_query_groups", heads), plugin.decoder_last_pipeline_num_layers
-    each, virtual = layers // stages, plugin.num_layers_per_virtual_pipeline_stage
-    options = next(
-        (
-            f" and {name}={value}"
-            for name in ("decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage")
-            if (value := getattr(plugin, name)) is not None
-        ),
-        "",
-    )
+    heads, layers, width = sizes["num_attention_heads"], sizes["num_layers"], sizes["ffn_hidden_size"]
+    groups = sizes.get("num_query_groups", heads)
+    last, virtual = plugin.decoder_last_pipeline_num_layers, plugin.num_layers_per_virtual_pipeline_stage
     if last is None:
-        is_uneven = layers % stages or (virtual is not None and each % virtual)
+        is_uneven = layers % (stages * (virtual or 1))
     else:
         is_uneven = layers - last < stages - 1 or (layers - last) % (stages - 1)
-    rows = (
-        (heads % tensor, f"{heads} attention heads by tp_degree={tensor}"),
-        (groups % tensor and tensor % groups, f"{groups} key-value heads by tp_degree={tensor}"),
-        (
-            sizes["ffn_hidden_size"] % tensor,
-            f"{sizes['ffn_hidden_size']} features of the intermediate layer by tp_degree={tensor}",
-        ),
-        (
-            stages > 1 and has_encoder,
-            f"an encoder and a decoder by pp_degree={stages} (use tp_degree, which divides every layer)",
-        ),
-        (is_uneven, f"{layers} layers by pp_degree={stages}{options}"),
+    options = (f", decoder_last_pipeline_num_layers={last}" if last else "") + (
+        f", num_layers_per_virtual_pipeline_stage={virtual}" if virtual else ""
     )
-    if problems := [text for is_problem, text in rows if is_problem]:
+    rows = {
+        f"{heads} attention heads by tp_degree={tensor}": heads % tensor,
+        f"{groups} key-value heads by tp_degree={tensor}": groups % tensor and tensor % groups,
+        f"{width} features of the intermediate layer by tp_degree={tensor}": width % tensor,
+        f"an encoder and a decoder by pp_degree={stages} (use tp_degree)": stages > 1
+        and "encoder_layers" in arguments,
+        f"{layers} layers by pp_degree={stages}{options}": is_uneven,
+    }
+    if problems := [text for text, is_problem in rows.items() if is_problem]:
         raise SettingsError(f"{name} cannot be divided in this way: {'; '.join(problems)}.")
-
-
-def check_kind(
-    plugin: MegatronLMPlugin, kind: str, name: str, *, positions: str | None, has_engine: bool | None
-) -> None:
-    """Refuse options that a kind of model does not have.
-
-    `positions` is the model's `position_embedding_type` of megatron-core. `has_engine` says whether decoders
-    have TransformerEngine's layers; `None` before a rank knows it.
-    """
-    rotary, backend = plugin.use_rotary_position_embeddings, plugin.attention_backend
-    is_rotary = positions in {"rope", "yarn", "mrope"}
-    rows = (
-        (
-            "context_parallel_size",
-            (plugin.context_parallel_size or 1) > 1 and kind != "gpt",
-            "only sequences of decoders are divided",
-        ),
-        ("use_rotary_position_embeddings", rotary not in {None, is_rotary}, "its configuration decides"),
-        (
-            "attention_backend",
-            backend in {"flash", "fused"} and (kind != "gpt" or has_engine is False),
-            "only decoders have it, on a GPU and with the library transformer-engine",
-        ),
-    )
-    problems = [
-        f"{field}={getattr(plugin, field)!r} ({reason})" for field, is_wrong, reason in rows if is_wrong
-    ]
-    if problems:
-        raise UnsupportedError(
-            f"{name!r} does not have these options: {'; '.join(problems)}. Leave them out."
-        )
-
-
-def check_indexed_data(plugin: MegatronLMPlugin, kind: str, name: str) -> None:
-    """Refuse indexed data sets for models other than decoders."""
-    if kind != "gpt" and plugin.custom_megatron_datasets_provider_function is None:
-        raise UnsupportedError(
-            f"A MegatronLMDummyDataLoader makes data sets of decoders, not those of {name!r}: give "
-            "MegatronLMPlugin a custom_megatron_datasets_provider_function, or prepare a DataLoader of "
-            "PyTorch."
-        )
-
-
-def has_own_code(plugin: MegatronLMPlugin) -> bool:
-    """Return whether code of the user runs within the engine."""
-    return any(getattr(plugin, name) is not None for name in OWN_CODE)
-
-
-def check_offload(plugin: MegatronLMPlugin, optimizer: Optimizer) -> None:
-    """Refuse optimizers that megatron-core would offload as an AdamW."""
-    is_adamw = isinstance(optimizer, AdamW) or optimizer.defaults.get("decoupled_weight_decay", False)
-    if plugin.optimizer_cpu_offload and not is_adamw:
-        raise UnsupportedError(
-            "MegatronLMPlugin(optimizer_cpu_offload=True): megatron-core does so for AdamW, not for "
-            f"{type(optimizer).__name__}: use torch.optim.AdamW, or leave it out."
-        )
+    return family

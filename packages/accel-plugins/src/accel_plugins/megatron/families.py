@@ -121,11 +121,6 @@ class Packing:
         parts = [self._shaped(shard) for shard in shards]
         return parts[0] if self.dim is None else torch.cat(parts, dim=self.dim)
 
-    def joined_shape(self, shape: torch.Size, size: int) -> torch.Size:
-        """Return the shape of the packed weight, given that of the parameter."""
-        part = torch.empty(shape, device="meta")
-        return self.join([part] * (1 if self.dim is None else size)).shape
-
     def _flat(self, packed: Tensor) -> Tensor:
         return packed.reshape(-1, *packed.shape[len(self.leading) :]) if self.leading else packed
 

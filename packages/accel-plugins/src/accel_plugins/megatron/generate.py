@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from accel_plugins.megatron.library import core
-from accel_plugins.megatron.state import check_names, find_aliases, gather
+from accel_plugins.megatron.state import find_aliases, gather
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -58,13 +58,10 @@ def generate(
 
 def full_model(engine: MegatronEngine) -> Any:
     """Return a copy of the model of transformers with the full weights; all ranks of a replica call it."""
-    check_names(engine)
+    aliases = find_aliases(engine)
     model: Any = copy.deepcopy(engine.source)
-    aliases = find_aliases(engine.source)
     state: dict[str, Tensor] = {}
-    for part in gather(
-        engine, engine.placed, lambda row: row.parameter.detach(), lambda row: row.parameter.dtype
-    ):
+    for part in gather(engine, lambda row: row.parameter.detach(), engine.transformer_config.params_dtype):
         for name, value in part.items():
             state |= dict.fromkeys(aliases[name], value.clone())
     model.load_state_dict(state, strict=False, assign=True)

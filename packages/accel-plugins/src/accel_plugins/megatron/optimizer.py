@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from accel_plugins.kwargs import GradScalerKwargs
 from accel_plugins.megatron.arguments import optimizer_args, scheduler_arguments
-from accel_plugins.megatron.checks import has_own_code
 from accel_plugins.megatron.library import core
-from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_plugins.megatron.plugin import OWN_CODE, UNSUPPORTED, MegatronLMPlugin
 from accel_plugins.precision import DTYPES
 from accel_state.errors import SettingsError, did_you_mean
 
@@ -34,14 +33,12 @@ def make_optimizer(
     scaling: GradScalerKwargs | None = None,
 ) -> Any:
     """Build megatron-core's optimizer with the groups of PyTorch's, which gets this rank's parameters."""
-    optimizers = core("optimizer")
-    config = core("optimizer.optimizer_config")
+    optimizers, config = core("optimizer"), core("optimizer.optimizer_config")
     kinds: dict[tuple[int, float, float], set[int]] = {}
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if parameter.requires_grad:
-                kind = (groups[parameter], *parameter_factors(plugin, name, parameter))
-                kinds.setdefault(kind, set()).add(id(parameter))
+    for name, parameter in chain.from_iterable(chunk.named_parameters() for chunk in chunks):
+        if parameter.requires_grad:
+            kind = (groups[parameter], *parameter_factors(plugin, name, parameter))
+            kinds.setdefault(kind, set()).add(id(parameter))
     overrides = {
         config.ParamKey(
             with_name_predicate=config.ParamWithNamePredicate(
@@ -117,37 +114,32 @@ def group_of(
     placed: Sequence[PlacedWeight], model: nn.Module, optimizer: Optimizer
 ) -> dict[nn.Parameter, int]:
     """Return the optimizer's group of every parameter of this rank; parameters in none are frozen."""
+    named = dict(model.named_parameters(remove_duplicate=False))
     indices = {
         parameter: index
         for index, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
+        if parameter.requires_grad
     }
-    named = dict(model.named_parameters(remove_duplicate=False))
     groups: dict[nn.Parameter, int] = {}
-    for weight in placed:
-        trained = {
-            name: indices.get(named[name]) if named[name].requires_grad else None for name in weight.names
-        }
-        if len({*trained.values()}) > 1:
+    for row in placed:
+        index, *others = {indices.get(named[name]) for name in row.names}
+        if others:
             raise SettingsError(
-                f"{', '.join(trained)} are one parameter of Megatron, but not in one parameter group of the "
-                "optimizer (or some are frozen): put them into one group."
+                f"{', '.join(row.names)} are one parameter of Megatron, but not in one group, or some "
+                "are frozen: put them into one group of the optimizer."
             )
-        index = next(iter(trained.values()))
         if index is None:
-            weight.parameter.requires_grad_(False)  # noqa: FBT003 - as torch has it
+            row.parameter.requires_grad_(False)  # noqa: FBT003 - as torch has it
         else:
-            groups[weight.parameter] = index
+            groups[row.parameter] = index
     return groups
 
 
 def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Return the first names of the parameters of each group of an optimizer."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return [
-        [names[parameter] for parameter in group["params"] if parameter in names]
-        for group in optimizer.param_groups
-    ]
+    return [[names[one] for one in group["params"] if one in names] for group in optimizer.param_groups]
 
 
 class MegatronSchedule:
@@ -225,7 +217,7 @@ def load_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
 
 def check_other_args(plugin: MegatronLMPlugin) -> None:
     """Refuse other arguments that no configuration has, unless code of the user may read them."""
-    if not plugin.other_megatron_args or has_own_code(plugin):
+    if any(getattr(plugin, name) is not None for name in OWN_CODE):
         return
     configs = (
         core("transformer.transformer_config").TransformerConfig,
@@ -233,13 +225,21 @@ def check_other_args(plugin: MegatronLMPlugin) -> None:
         core("distributed").DistributedDataParallelConfig,
     )
     known = {field.name for config in configs for field in fields(config)}
-    for name, value in plugin.other_megatron_args.items():
+    for name, value in (plugin.other_megatron_args or {}).items():
         if name not in known:
             hint = did_you_mean(name, known, "leave it out.")
             raise SettingsError(
-                f"MegatronLMPlugin(other_megatron_args={{{name!r}: …}}): {name}={value!r} is not a field of "
-                f"megatron-core's configurations; {hint}"
+                f"MegatronLMPlugin(other_megatron_args=…): {name}={value!r} is unknown; {hint}"
             )
+
+
+def _shared(plugin: MegatronLMPlugin, config: Any, precision: str) -> dict[str, Any]:
+    """Return the fields of a configuration that are set in the arguments of the plugin, and the precision."""
+    args = plugin.megatron_lm_default_args
+    names = {field.name for field in fields(config)} - UNSUPPORTED.keys()
+    known = {name: args[name] for name in names if args.get(name) is not None}
+    dtype, bf16, fp16 = DTYPES.get(precision, torch.float32), precision == "bf16", precision == "fp16"
+    return known | {"params_dtype": dtype, "bf16": bf16, "fp16": fp16}
 
 
 def transformer_config(
@@ -248,31 +248,20 @@ def transformer_config(
     """Return a `TransformerConfig`."""
     config = core("transformer.transformer_config").TransformerConfig
     dropouts = {"attention_dropout": plugin.attention_dropout, "hidden_dropout": plugin.hidden_dropout}
-    backend = core("transformer.enums").AttnBackend[plugin.attention_backend]
     values: dict[str, Any] = {
+        **_shared(plugin, config, precision),
         **of_model,
         **{name: value for name, value in dropouts.items() if value is not None},
-        "tensor_model_parallel_size": plugin.tp_degree,
-        "pipeline_model_parallel_size": plugin.pp_degree,
         "virtual_pipeline_model_parallel_size": virtual,
-        "context_parallel_size": plugin.context_parallel_size or 1,
         "sequence_parallel": bool(plugin.sequence_parallelism) and (plugin.tp_degree or 1) > 1,
         "num_layers_in_last_pipeline_stage": plugin.decoder_last_pipeline_num_layers,
-        "params_dtype": DTYPES.get(precision, torch.float32),
+        "attention_backend": core("transformer.enums").AttnBackend[plugin.attention_backend],
         "pipeline_dtype": DTYPES.get(precision, torch.float32),
-        "bf16": precision == "bf16",
-        "fp16": precision == "fp16",
         "perform_initialization": False,  # The weights come from the prepared model.
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
-        "recompute_granularity": plugin.recompute_granularity,
-        "recompute_method": plugin.recompute_method,
-        "recompute_num_layers": plugin.recompute_num_layers,
-        "attention_softmax_in_fp32": plugin.attention_softmax_in_fp32,
-        "attention_backend": backend,
-        "calculate_per_token_loss": plugin.calculate_per_token_loss,
     }
     return config(**values | plugin.other_args(config))
 
@@ -287,28 +276,11 @@ def ddp_config(plugin: MegatronLMPlugin) -> Any:
 def optimizer_config(
     plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str, scaling: GradScalerKwargs | None = None
 ) -> Any:
-    """Return an `OptimizerConfig`."""
+    """Return an `OptimizerConfig`; the factors of PyTorch's loss scaler have no field."""
     config = core("optimizer").OptimizerConfig
-    values = optimizer_values(plugin, optimizer, precision, scaling)
-    return config(**values | plugin.other_args(config))
-
-
-def optimizer_values(
-    plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str, scaling: GradScalerKwargs | None = None
-) -> dict[str, Any]:
-    """Return the fields of an `OptimizerConfig`; the factors of PyTorch's loss scaler have none."""
-    values = {
-        **optimizer_args(optimizer),
-        "params_dtype": DTYPES.get(precision, torch.float32),
-        "bf16": precision == "bf16",
-        "fp16": precision == "fp16",
-        "use_distributed_optimizer": plugin.use_distributed_optimizer,
-        "optimizer_cpu_offload": plugin.optimizer_cpu_offload,
-        "optimizer_offload_fraction": 1.0 if plugin.optimizer_cpu_offload else 0.0,
-        "overlap_cpu_optimizer_d2h_h2d": plugin.overlap_cpu_optimizer_d2h_h2d,
-        "use_precision_aware_optimizer": plugin.use_precision_aware_optimizer,
-        "clip_grad": plugin.gradient_clipping,
-    }
+    fraction = 1.0 if plugin.optimizer_cpu_offload else 0.0
+    values = _shared(plugin, config, precision) | optimizer_args(optimizer)
+    values |= {"optimizer_offload_fraction": fraction}
     if precision == "fp16" and scaling is not None and scaling.enabled:
         values |= {
             "initial_loss_scale": scaling.init_scale,
@@ -318,4 +290,4 @@ def optimizer_values(
         }
     elif precision == "fp16" and scaling is not None:
         values["loss_scale"] = 1.0
-    return values
+    return config(**values | plugin.other_args(config))

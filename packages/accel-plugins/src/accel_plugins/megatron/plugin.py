@@ -5,10 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_plugins.kwargs import is_count, resolve_fields
-from accel_plugins.megatron.arguments import base_args, enter_network_args, optimizer_args, schedule_args
+from accel_plugins.megatron.arguments import enter_network_args, optimizer_args, schedule_args
 from accel_plugins.megatron.library import EXTRA
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
@@ -213,16 +214,14 @@ class MegatronLMPlugin:
         sources = resolve_fields(self, "megatron", DEFAULTS)
         if isinstance(self.attention_backend, bool):
             self.attention_backend = "auto" if self.attention_backend else "unfused"
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        check_fields(values, sources)
-        if self.recompute_granularity != "full":
-            self.recompute_method = self.recompute_num_layers = None
+        check_fields({field.name: getattr(self, field.name) for field in fields(self)}, sources)
         if self.recompute_activations:
             self.recompute_granularity = self.recompute_granularity or "selective"
-        if self.recompute_granularity == "full":
-            self.recompute_method = self.recompute_method or "uniform"
-            self.recompute_num_layers = self.recompute_num_layers or 1
-        self.megatron_lm_default_args = base_args(self)
+        is_full = self.recompute_granularity == "full"
+        self.recompute_method = self.recompute_method or "uniform" if is_full else None
+        self.recompute_num_layers = self.recompute_num_layers or 1 if is_full else None
+        values = {_RENAMED.get(field.name, field.name): getattr(self, field.name) for field in fields(self)}
+        self.megatron_lm_default_args = values | (values.pop("other_megatron_args") or {})
 
     def to_settings(self, settings: Settings) -> Settings:
         """Return the settings with Megatron enabled.
@@ -255,8 +254,7 @@ class MegatronLMPlugin:
         """
         if mixed_precision not in {"no", "bf16", "fp16"}:
             raise UnsupportedError(
-                f"mixed_precision={mixed_precision!r} is not supported with Megatron, which would compute in "
-                "bfloat16: use 'bf16', or shard the model by FSDP."
+                f"mixed_precision={mixed_precision!r} is not supported with Megatron: use 'bf16' or 'fp16'."
             )
         if mixed_precision != "no":
             self.megatron_lm_default_args[mixed_precision] = True
@@ -317,10 +315,7 @@ class MegatronLMPlugin:
         Raises:
             UnsupportedError: Always. The message names an alternative.
         """
-        raise UnsupportedError(
-            "set_tensorboard_logging_options(): these are options of Megatron-LM's own training loop; use "
-            "Accelerator(log_with='tensorboard', project_dir=…)."
-        )
+        raise UnsupportedError(f"set_tensorboard_logging_options() has no effect here: {_TRACKER}.")
 
     def other_args(self, config: type) -> dict[str, Any]:
         """Return the `other_megatron_args` that are fields of one of megatron-core's configurations.
@@ -332,6 +327,32 @@ class MegatronLMPlugin:
         return {name: value for name, value in (self.other_megatron_args or {}).items() if name in names}
 
 
+_RENAMED: Mapping[str, str] = {
+    "tp_degree": "tensor_model_parallel_size",
+    "pp_degree": "pipeline_model_parallel_size",
+    "sequence_parallelism": "sequence_parallel",
+    "gradient_clipping": "clip_grad",
+}
+"""Names of fields in `megatron_lm_default_args`, where they differ."""
+OWN_CODE = (
+    "custom_train_step_class",
+    "custom_model_provider_function",
+    "custom_prepare_model_function",
+    "custom_megatron_datasets_provider_function",
+    "custom_get_batch_function",
+    "custom_loss_function",
+)
+"""Fields that hold code of the user, which may read any argument."""
+_TRACKER = "use Accelerator(log_with='tensorboard', project_dir=…)"
+UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
+    "use_custom_fsdp": (False, "use FullyShardedDataParallelPlugin(fsdp_version=2) in place of this plugin"),
+    "expert_model_parallel_size": (1, "no supported model has experts: leave it out"),
+    "expert_tensor_parallel_size": (1, "no supported model has experts: leave it out"),
+    "pipeline_model_parallel_split_rank": (None, "an encoder and its decoder are one stage: leave it out"),
+    "tensorboard_dir": (None, _TRACKER),
+    "set_all_logging_options": (False, _TRACKER),
+}
+"""Fields that are refused unless they have this value, and what to use instead."""
 _CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "attention_backend": ("auto", "flash", "fused", "unfused", "local"),
     "weight_decay_incr_style": ("constant", "linear", "cosine"),
@@ -344,90 +365,46 @@ _COUNTS = (
     *("decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage"),
     *("train_iters", "train_samples", "seq_length", "encoder_seq_length", "decoder_seq_length"),
 )
-OWN_CODE = (
-    "custom_train_step_class",
-    "custom_model_provider_function",
-    "custom_prepare_model_function",
-    "custom_megatron_datasets_provider_function",
-    "custom_get_batch_function",
-    "custom_loss_function",
-)
-"""Fields that hold code of the user, which may read any argument."""
-
-
-UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
-    "use_custom_fsdp": (
-        False,
-        (
-            "PyTorch's FSDP2 shards parameters: use FullyShardedDataParallelPlugin(fsdp_version=2) instead "
-            "of this plugin, or use_distributed_optimizer=True, which shards optimizer state"
-        ),
-    ),
-    "expert_model_parallel_size": (1, "no supported model has experts: leave it out"),
-    "expert_tensor_parallel_size": (1, "no supported model has experts: leave it out"),
-    "pipeline_model_parallel_split_rank": (
-        None,
-        "megatron-core no longer places encoders and decoders on separate stages: leave it out",
-    ),
-    "tensorboard_dir": (
-        None,
-        "trackers write the logs of a run: use Accelerator(log_with='tensorboard', project_dir=…)",
-    ),
-    "set_all_logging_options": (
-        False,
-        (
-            "it sets options of Megatron-LM's own training loop: use "
-            "Accelerator(log_with='tensorboard', project_dir=…, log_system_metrics=True)"
-        ),
-    ),
-}
-"""Fields that are refused unless they have this value, and what to use instead."""
-
 _ALTERNATIVES = (
-    ("train_iters", "train_samples"),
-    ("lr_decay_iters", "lr_decay_samples"),
+    *product(("train_iters", "lr_decay_iters", "lr_warmup_iters"), ("train_samples", "lr_decay_samples")),
+    *product(("train_iters", "lr_decay_iters", "lr_warmup_fraction"), ("lr_warmup_samples",)),
     ("lr_warmup_iters", "lr_warmup_samples"),
     ("lr_warmup_iters", "lr_warmup_fraction"),
-    ("lr_warmup_samples", "lr_warmup_fraction"),
-    ("train_iters", "lr_decay_samples"),
-    ("train_iters", "lr_warmup_samples"),
-    ("train_samples", "lr_decay_iters"),
-    ("train_samples", "lr_warmup_iters"),
     ("num_layers_per_virtual_pipeline_stage", "decoder_last_pipeline_num_layers"),
 )
 """Pairs of fields that set the same thing, or count in different units."""
 _NEEDED = (
     ("num_layers_per_virtual_pipeline_stage", "pp_degree", 2),
     ("decoder_last_pipeline_num_layers", "pp_degree", 2),
-    ("optimizer_cpu_offload", "use_precision_aware_optimizer", 1),
-    ("use_precision_aware_optimizer", "use_distributed_optimizer", 1),
+    ("optimizer_cpu_offload", "use_precision_aware_optimizer", True),
 )
 """Fields that another one must accompany, and its least value."""
 
 
 def check_fields(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Refuse values that megatron-core does not refuse itself, and fields that are not supported."""
+    """Refuse fields that are not supported, and values whose mistake megatron-core would not explain."""
     for name, (default, instead) in UNSUPPORTED.items():
         if values[name] != default:
             raise UnsupportedError(f"{sources[name]} is not supported: {instead}.")
+    given = {name for name, value in values.items() if value is not None}
     problems = [
         *(
-            f"{sources[name]}: expected one of {choices}"
-            for name, choices in _CHOICES.items()
-            if values[name] not in choices
+            f"{sources[key]}: expected one of {row}"
+            for key, row in _CHOICES.items()
+            if values[key] not in row
         ),
         *(
             f"{sources[name]}: expected a whole number above 0"
             for name in _COUNTS
-            if values[name] is not None and not is_count(values[name], least=1)
+            if name in given and not is_count(values[name], least=1)
         ),
         *(
             f"{sources[name]} and {sources[other]} exclude each other: remove one of them"
             for name, other in _ALTERNATIVES
-            if values[name] is not None and values[other] is not None
+            if given.issuperset((name, other))
         ),
         *(
-            f"{sources[name]} needs {other}={least if least > 1 else True}: add it, or leave it out"
+            f"{sources[name]} needs {other}={least}: add it, or leave it out"
             for name, other, least in _NEEDED
             if values[name] and (values[other] or 0) < least
         ),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_plugins.full_parameters import ParameterSource
 from accel_plugins.megatron.engine import MegatronEngine
@@ -46,73 +45,66 @@ class MegatronStates(ShardedStates):
         return StateForm.SHARDED
 
     def model_tensors(self, model: nn.Module) -> StateDict:
-        """Return the sharded state dict of a model, in float32 if it is trained."""
+        """Return the sharded state dict of a model, in float32."""
         if not isinstance(model, MegatronEngine):
             return super().model_tensors(model)
-        check_names(model)
-        aliases, mesh = find_aliases(model.source), self._mesh()
-        state: StateDict = dict(list_buffers(model.source))
+        aliases = find_aliases(model)
+        weights = {*chain.from_iterable(aliases.values())}
+        state = {name: value for name, value in model.source.state_dict().items() if name not in weights}
         for part in iter_masters(model):
             for name, value in part.items():
-                state |= dict.fromkeys(aliases[name], _shard(value, mesh))
+                state |= dict.fromkeys(aliases[name], self._shard(value))
         return state
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> Any:
         """Load a state dict, full or sharded; with `strict=False` weights may be missing."""
         if not isinstance(model, MegatronEngine):
             return super().load_model(model, state, **options)
-        check_names(model)
-        aliases = find_aliases(model.source)
+        aliases = find_aliases(model)
         weights = {name: state[key] for name, names in aliases.items() for key in names if key in state}
-        known = {*chain.from_iterable(aliases.values()), *dict(list_buffers(model.source))}
-        missing, unexpected = sorted(aliases.keys() - weights.keys()), sorted(state.keys() - known)
+        missing = sorted(aliases.keys() - weights.keys())
+        unexpected = sorted(state.keys() - {*model.source.state_dict(), *chain(*aliases.values())})
         if options.get("strict", True) and (missing or unexpected):
             raise RuntimeError(
                 f"Error(s) in loading state_dict for {type(model.source).__name__}: missing keys {missing}, "
                 f"unexpected keys {unexpected}."
             )
-        load_weights(model, weights)
-        result = torch.nn.Module().load_state_dict({})
+        _load_weights(model, weights)
+        result = nn.Module().load_state_dict({})
         return result._replace(missing_keys=missing, unexpected_keys=unexpected)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         return self.load_model(model, dict(state), **options)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        engine, mesh = find_engine(optimizer, models), self._mesh()
-        return named_optimizer_state(engine, optimizer, lambda value: _shard(value, mesh))
+        return named_optimizer_state(_engine_of(optimizer, models), optimizer, self._shard)
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Return an allocator of even shards; scalars are replicated."""
         del optimizer, models
-        mesh = self._mesh()
 
         def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
             del name, key
-            if not shape:
-                return torch.empty(shape, dtype=dtype, device="cpu")
-            return _shard(torch.empty(shape, dtype=dtype, device=self._device.type), mesh)
+            empty = torch.empty(shape, dtype=dtype, device=self._device.type if shape else "cpu")
+            return self._shard(empty) if shape else empty
 
         return allocate
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        engine = find_engine(optimizer, models)
-        if engine.plugin.no_load_optim:
-            return
-        check_groups([group["params"] for group in state["param_groups"]], engine.optimizer_names)
-        _load_optimizer(engine, optimizer, state["param_groups"], state["state"])
+        engine = _engine_of(optimizer, models)
+        if not engine.plugin.no_load_optim:
+            check_groups([group["params"] for group in state["param_groups"]], engine.optimizer_names)
+            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                group.update({name: value for name, value in saved.items() if name != "params"})
+            _load_optimizer_state(engine, state["state"])
 
     def group_names(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> Sequence[Sequence[str]]:
-        return find_engine(optimizer, models).optimizer_names
+        return _engine_of(optimizer, models).optimizer_names
 
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
         self.load_optimizer(optimizer, models, state_by_name(state, self.group_names(optimizer, models)))
-
-    def _mesh(self) -> DeviceMesh:
-        group: Any = dist.group.WORLD
-        return DeviceMesh.from_group(group, self._device.type)
 
     def sources(self, model: nn.Module) -> Sequence[ParameterSource]:
         if not isinstance(model, MegatronEngine):
@@ -121,18 +113,28 @@ class MegatronStates(ShardedStates):
         tensors = {name: value for name, value in self.model_tensors(model).items() if name in known}
         return [source_of(names, value) for names, value in group_tied_names(tensors)]
 
+    def _shard(self, value: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor that every rank has."""
+        group: Any = dist.group.WORLD
+        mesh = DeviceMesh.from_group(group, self._device.type)
+        return distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
 
-def find_engine(optimizer: Optimizer, models: Sequence[nn.Module]) -> MegatronEngine:
-    """Return the engine that was prepared with an optimizer."""
+
+def _engine_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> MegatronEngine:
     for model in models:
         if isinstance(model, MegatronEngine) and model.optimizer is not None:
-            check_names(model)
             return model
     raise CheckpointError(f"{type(optimizer).__name__} was not prepared with a model by Megatron.")
 
 
-def check_names(engine: MegatronEngine) -> None:
-    """Refuse a model whose weights have no names in transformers."""
+def find_aliases(engine: MegatronEngine) -> dict[str, tuple[str, ...]]:
+    """Map the first name of every weight of transformers to all its names: tied weights have several."""
+    _check_names(engine)
+    weights = dict(engine.source.named_parameters(remove_duplicate=False))
+    return {names[0]: names for names, _ in group_tied_names(weights)}
+
+
+def _check_names(engine: MegatronEngine) -> None:
     if engine.family is None:
         raise UnsupportedError(
             "The model was made by custom_model_provider_function: Megatron does not know what its weights "
@@ -140,31 +142,18 @@ def check_names(engine: MegatronEngine) -> None:
         )
 
 
-def find_aliases(source: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Map the first name of every weight to all its names: tied weights have several."""
-    weights = dict(source.named_parameters(remove_duplicate=False))
-    return {names[0]: names for names, _ in group_tied_names(weights)}
-
-
-def list_buffers(source: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the buffers in the state dict of a model."""
-    weights = {name for name, _ in source.named_parameters(remove_duplicate=False)}
-    return [(name, value) for name, value in source.state_dict().items() if name not in weights]
-
-
 def iter_masters(engine: MegatronEngine) -> Iterator[dict[str, Tensor]]:
-    """Yield float32 weights under the names of transformers, from the optimizer's master copies.
+    """Yield float32 weights under the names of transformers, of the optimizer if it steps them.
 
-    Called on every rank; weights that are not trained are the model's.
+    Called on every rank.
     """
-    slots = {} if engine.optimizer is None else find_slots(engine)
-    trained = set[int]() if engine.optimizer is None else {id(weight) for weight in list_trained(engine)}
-    yield from gather(
-        engine,
-        engine.placed,
-        lambda row: _in_full_shape(slots, row, None) if id(row) in trained else row.parameter.detach(),
-        lambda row: torch.float32 if id(row) in trained else row.parameter.dtype,
-    )
+    slots = find_slots(engine)
+
+    def value_of(row: PlacedWeight) -> Tensor:
+        is_stepped = engine.optimizer is not None and row.parameter.requires_grad
+        return _full_value(slots, row.parameter, None) if is_stepped else row.parameter.detach()
+
+    yield from gather(engine, value_of, torch.float32)
 
 
 def named_optimizer_state(
@@ -174,27 +163,26 @@ def named_optimizer_state(
 
     Called on every rank.
     """
+    _check_names(engine)
     slots = find_slots(engine)
     # 1. Exchange the keys of states and the number of steps; a rank without slots knows neither.
-    keys: set[str] = set()
-    steps: set[float] = set()
-    for slot in slots.values():
-        own = slot.optimizer.state.get(slot.master, {})
-        keys |= {key for key, value in own.items() if key != _STEP and isinstance(value, torch.Tensor)}
-        counts = [own.get(_STEP), *(group.get(_STEP) for group in slot.optimizer.param_groups)]
-        steps |= {float(count) for count in counts if count is not None}
+    entries = [slot.state for slot in slots.values()]
+    keys = {key for entry in entries for key, value in entry.items() if isinstance(value, Tensor)}
+    counts = [*entries, *(group for slot in slots.values() for group in slot.optimizer.param_groups)]
+    steps = {float(count[_STEP]) for count in counts if count.get(_STEP) is not None}
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (keys, steps))
-    all_keys = sorted({key for keys_of_rank, _ in of_ranks for key in keys_of_rank})
-    step = max((step for _, steps_of_rank in of_ranks for step in steps_of_rank), default=None)
+    dist.all_gather_object(of_ranks, (keys - {_STEP}, steps))
+    keys, steps = (set[Any]().union(*sets) for sets in zip(*of_ranks, strict=True))
     # 2. Gather the states.
-    trained = list_trained(engine)
     state: dict[str, dict[str, Any]] = {}
-    for key in () if engine.plugin.no_save_optim else all_keys:
-        parts = gather(engine, trained, partial(_in_full_shape, slots, key=key), lambda _: torch.float32)
+    for key in () if engine.plugin.no_save_optim else sorted(keys):
+        parts = gather(
+            engine, lambda row, key=key: _full_value(slots, row.parameter, key), torch.float32, trained=True
+        )
         for name, value in chain.from_iterable(part.items() for part in parts):
-            entry = state.setdefault(name, {} if step is None else {_STEP: torch.tensor(step, device="cpu")})
-            entry[key] = convert(value)
+            if name not in state:
+                state[name] = {_STEP: torch.tensor(max(steps), device="cpu")} if steps else {}
+            state[name][key] = convert(value)
     groups = [
         {**group, "params": [*names]}
         for group, names in zip(optimizer.param_groups, engine.optimizer_names, strict=True)
@@ -205,153 +193,117 @@ def named_optimizer_state(
 _STEP = "step"
 
 
-def _in_full_shape(
-    slots: Mapping[nn.Parameter, OptimizerSlot], weight: PlacedWeight, key: str | None
+def _full_value(
+    slots: Mapping[nn.Parameter, OptimizerSlot], parameter: nn.Parameter, key: str | None
 ) -> Tensor:
     """Return a state, or the master weight, in the parameter's shape; slices are all-reduced."""
-    slot, parameter = slots.get(weight.parameter), weight.parameter
+    slot = slots.get(parameter)
     value = None if slot is None else slot.master.detach() if key is None else slot.state[key]
-    if value is not None and slot is not None and slot.start is None:
-        return value.detach().float()
+    if slot is not None and value is not None and slot.start is None:
+        return value
     full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-    if value is not None and slot is not None and slot.start is not None:
-        full[slot.start : slot.start + value.numel()] = value.detach().reshape(-1).float()
+    if slot is not None and value is not None:
+        slot.own(full).copy_(value.reshape(-1))
     dist.all_reduce(full, group=core("parallel_state").get_data_parallel_group(with_context_parallel=True))
     return full.view_as(parameter)
+
+
+def _list_weights(engine: MegatronEngine) -> dict[tuple[str, ...], tuple[int, bool, list[PlacedWeight]]]:
+    """Return, by names and in the same order on all ranks, a weight's first stage and this rank's rows.
+
+    The number of the stage is followed by whether the weight is trained. The last stage has a copy of a tied
+    weight.
+    """
+    groups = engine.groups
+    stages: list[Any] = [[(row.names, row.parameter.requires_grad) for row in engine.placed]]
+    if groups.pipeline > 1:
+        own, stages = stages[0], [None] * groups.pipeline
+        dist.all_gather_object(stages, own, group=core("parallel_state").get_pipeline_model_parallel_group())
+    weights: dict[tuple[str, ...], tuple[int, bool, list[PlacedWeight]]] = {}
+    for stage, rows in enumerate(stages):
+        for names, is_trained in rows:
+            weights.setdefault(names, (stage, is_trained, []))
+    for row in engine.placed:
+        weights[row.names][2].append(row)
+    return weights
 
 
 @torch.no_grad()
 def gather(
     engine: MegatronEngine,
-    placed: Sequence[PlacedWeight],
-    tensor_of: Callable[[PlacedWeight], Tensor],
-    dtype_of: Callable[[PlacedWeight], torch.dtype],
+    value_of: Callable[[PlacedWeight], Tensor],
+    dtype: torch.dtype,
+    *,
+    trained: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
     """Yield weights under the names of transformers, gathered from all stages and tensor-parallel ranks.
 
-    Every rank iterates over all. A tied weight is yielded once.
-
-    `tensor_of` returns the tensor to gather, of the parameter's shape: it is called just before, on all ranks
-    that have a shard of it. `dtype_of` returns the dtype in advance.
+    Every rank iterates over all. A tied weight is yielded once. `value_of` returns the tensor to gather, of
+    the parameter's shape: it is called just before, on all ranks that have a shard of it. With `trained`,
+    weights that are not trained are skipped.
     """
-    family: Any = engine.family
-    groups = engine.groups
-    pipeline = core("parallel_state").get_pipeline_model_parallel_group()
-    plans = _gather_plans(
-        [
-            (
-                row.name,
-                row.names,
-                tuple(row.packing.joined_shape(row.parameter.shape, groups.tensor)),
-                dtype_of(row),
-            )
-            for row in placed
-        ],
-        groups,
-    )
-    packings = {row.parameter: row.packing for row in family.weights(engine.config)}
-    known = {row.name: row for row in placed}
-    done: set[tuple[str, ...]] = set()
-    for stage, plan in enumerate(plans):
-        for name, names, shape, dtype in plan:
-            if names in done:  # The last stage has a copy of a tied weight.
-                continue
-            done.add(names)
-            if stage == groups.pipeline_rank:
-                packed = _join(known[name].packing, tensor_of(known[name]), groups).contiguous()
-            else:
-                packed = torch.empty(shape, dtype=dtype, device=placed[0].parameter.device)
-            if groups.pipeline > 1:
-                dist.broadcast(packed, group_src=stage, group=pipeline)
-            yield dict(zip(names, packings[_LAYER.sub("{layer}", name)].unpack(packed), strict=True))
-            del packed
-
-
-def _gather_plans(own: Any, groups: Groups) -> list[Any]:
-    """All-gather the plans of all pipeline stages, in order."""
-    if groups.pipeline == 1:
-        return [own]
-    plans: list[Any] = [None] * groups.pipeline
-    dist.all_gather_object(plans, own, group=core("parallel_state").get_pipeline_model_parallel_group())
-    return plans
-
-
-def _join(packing: Packing, value: Tensor, groups: Groups) -> Tensor:
-    if packing.dim is None or groups.tensor == 1:
-        return packing.join([value])
-    shards = [torch.empty_like(value) for _ in range(groups.tensor)]
-    group = core("parallel_state").get_tensor_model_parallel_group()
-    dist.all_gather(shards, value.contiguous(), group=group)
-    return packing.join(shards)
-
-
-def _shard(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's shard of a tensor that every rank has, as a DTensor."""
-    chunks = value.chunk(mesh.size(), dim=0)
-    rank = mesh.get_local_rank()
-    local = chunks[rank].clone() if rank < len(chunks) else value.new_empty((0, *value.shape[1:]))
-    return DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.contiguous().stride()
-    )
+    groups, state = engine.groups, core("parallel_state")
+    shapes = {name: parameter.shape for name, parameter in engine.source.named_parameters()}
+    for names, (stage, is_trained, rows) in _list_weights(engine).items():
+        if trained and not is_trained:
+            continue
+        if stage == groups.pipeline_rank:
+            packing, value = rows[0].packing, value_of(rows[0]).to(dtype).contiguous()
+            shards = [value]
+            if packing.dim is not None and groups.tensor > 1:
+                shards = [torch.empty_like(value) for _ in range(groups.tensor)]
+                dist.all_gather(shards, value, group=state.get_tensor_model_parallel_group())
+            tensors = [tensor.contiguous() for tensor in packing.unpack(packing.join(shards))]
+            del value, shards
+        else:
+            device = engine.placed[0].parameter.device
+            tensors = [torch.empty(shapes[name], dtype=dtype, device=device) for name in names]
+        for tensor in tensors if groups.pipeline > 1 else ():
+            dist.broadcast(tensor, group_src=stage, group=state.get_pipeline_model_parallel_group())
+        yield dict(zip(names, tensors, strict=True))
+        del tensors
 
 
 @torch.no_grad()
-def load_weights(engine: MegatronEngine, known: StateDict) -> None:
+def _load_weights(engine: MegatronEngine, known: StateDict) -> None:
     """Load weights of transformers, full or sharded, into parameters and the more precise float32 copies."""
-    slots = {} if engine.optimizer is None else find_slots(engine)
-    for names, placed in _iter_in_order(engine, engine.placed):
-        if any(name not in known for name in names):
-            continue
-        full = {name: _full(known[name]) for name in names}
-        load(placed, full, engine.groups)
-        for weight in placed:
-            if (slot := slots.get(weight.parameter)) is not None:
-                part = slot.own(_local_part(engine, weight, [full[name] for name in names]))
-                slot.master.copy_(part.reshape(slot.master.shape))
+    slots = find_slots(engine)
+    for row, tensors in _iter_known(engine, known):
+        value = row.shard(tensors, engine.groups)
+        row.parameter.copy_(value)
+        if (slot := slots.get(row.parameter)) is not None:
+            slot.master.copy_(slot.own(value).reshape(slot.master.shape))
 
 
 @torch.no_grad()
-def _load_optimizer(
-    engine: MegatronEngine, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], state: StateDict
-) -> None:
-    """Load hyperparameters, and the state of weights of transformers, full or sharded."""
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({name: value for name, value in saved.items() if name != "params"})
+def _load_optimizer_state(engine: MegatronEngine, known: StateDict) -> None:
+    """Load the optimizer's state of weights of transformers, full or sharded."""
     slots = find_slots(engine)
-    for names, placed in _iter_in_order(engine, list_trained(engine)):
-        if any(name not in state for name in names):
+    for row, entries in _iter_known(engine, known):
+        if (slot := slots.get(row.parameter)) is None:
             continue
-        entries = [{key: _full(value) for key, value in sorted(state[name].items())} for name in names]
-        for weight in placed:
-            slot = slots.get(weight.parameter)
-            if slot is None:
-                continue
-            for key, value in entries[0].items():
-                if key == _STEP:
-                    slot.set_step(float(value))
-                elif isinstance(value, torch.Tensor):
-                    slot.write(key, _local_part(engine, weight, [entry[key] for entry in entries]))
+        for key, value in entries[0].items():
+            if key == _STEP:
+                slot.set_step(float(value))
+            elif isinstance(value, Tensor):
+                own = slot.own(row.shard([entry[key] for entry in entries], engine.groups))
+                into = slot.optimizer.state[slot.master].setdefault(key, torch.zeros_like(slot.master))
+                into.copy_(own.reshape(into.shape))
 
 
-def _iter_in_order(
-    engine: MegatronEngine, placed: Sequence[PlacedWeight]
-) -> Iterator[tuple[tuple[str, ...], list[PlacedWeight]]]:
-    """Yield names of all stages' parameters, in the same order on all ranks, and this rank's for each."""
-    local: dict[tuple[str, ...], list[PlacedWeight]] = {}
-    for weight in placed:
-        local.setdefault(weight.names, []).append(weight)
-    for names in dict.fromkeys(chain.from_iterable(_gather_plans([*local], engine.groups))):
-        yield names, local.get(names, [])
+def _iter_known(engine: MegatronEngine, known: StateDict) -> Iterator[tuple[PlacedWeight, list[Any]]]:
+    """Yield this rank's rows, with the full values of their weights; all ranks gather all of them."""
+    for names, (_, _, rows) in _list_weights(engine).items():
+        if all(name in known for name in names):
+            values = [_full(known[name]) for name in names]
+            for row in rows:
+                yield row, values
 
 
 def _full(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _full(entry) for key, entry in sorted(value.items())}
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _local_part(engine: MegatronEngine, weight: PlacedWeight, tensors: Sequence[Tensor]) -> Tensor:
-    packed = weight.packing.pack(tensors)
-    part = weight.packing.shard(packed, engine.groups.tensor_rank, engine.groups.tensor)
-    return part.to(device=weight.parameter.device, dtype=torch.float32).reshape(weight.parameter.shape)
 
 
 @frozen
@@ -369,9 +321,9 @@ class OptimizerSlot:
     start: int | None = None
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Mapping[str, Any]:
         """The state that the optimizer has for the tensor."""
-        return self.optimizer.state[self.master]
+        return self.optimizer.state.get(self.master, {})
 
     def own(self, value: Tensor) -> Tensor:
         """Return this rank's part of a tensor of the parameter's shape."""
@@ -379,16 +331,11 @@ class OptimizerSlot:
             return value
         return value.reshape(-1)[self.start : self.start + self.master.numel()]
 
-    def write(self, key: str, value: Tensor) -> None:
-        """Copy this rank's part of a tensor of the parameter's shape into the state."""
-        into = self.state.setdefault(key, torch.zeros_like(self.master))
-        into.copy_(self.own(value).reshape(into.shape))
-
     def set_step(self, step: float) -> None:
         """Set the number of steps: PyTorch counts them by parameter, fused optimizers by group."""
         kind = type(self.optimizer)
         if issubclass(kind, torch.optim.Optimizer) and kind.__module__.startswith("torch."):
-            self.state[_STEP] = torch.tensor(step, device="cpu")
+            self.optimizer.state[self.master][_STEP] = torch.tensor(step, device="cpu")
             return
         for group in self.optimizer.param_groups:
             group[_STEP] = int(step)
@@ -396,39 +343,34 @@ class OptimizerSlot:
 
 def find_slots(engine: MegatronEngine) -> dict[nn.Parameter, OptimizerSlot]:
     """Return this rank's slots by parameter; a data-parallel rank may have none for some."""
-    distributed = core("optimizer").DistributedOptimizer
     slots: dict[nn.Parameter, OptimizerSlot] = {}
-    for optimizer in engine.optimizer.chained_optimizers:
-        groups = optimizer.optimizer.param_groups
-        if isinstance(optimizer, distributed):
+    for optimizer in () if engine.optimizer is None else engine.optimizer.chained_optimizers:
+        torch_optimizer, groups = optimizer.optimizer, optimizer.optimizer.param_groups
+        if isinstance(optimizer, core("optimizer").DistributedOptimizer):
             for parameter, (group, index) in optimizer.model_param_group_index_map.items():
-                slots[parameter] = OptimizerSlot(
-                    master=groups[group]["params"][index],
-                    optimizer=optimizer.optimizer,
-                    start=optimizer._get_model_param_range_map(parameter)["param"].start,
-                )
+                start = optimizer._get_model_param_range_map(parameter)["param"].start
+                master = groups[group]["params"][index]
+                slots[parameter] = OptimizerSlot(master=master, optimizer=torch_optimizer, start=start)
             continue
         stepped = {id(tensor) for group in groups for tensor in group["params"]}
-        for weight in engine.placed:
-            master = getattr(weight.parameter, "main_param", weight.parameter)
+        for row in engine.placed:
+            master = getattr(row.parameter, "main_param", row.parameter)
             if id(master) in stepped:
-                slots[weight.parameter] = OptimizerSlot(master=master, optimizer=optimizer.optimizer)
+                slots[row.parameter] = OptimizerSlot(master=master, optimizer=torch_optimizer)
     return slots
-
-
-def list_trained(engine: MegatronEngine) -> list[PlacedWeight]:
-    """Return the parameters that the optimizer steps."""
-    return [weight for weight in engine.placed if weight.parameter.requires_grad]
 
 
 @frozen
 class PlacedWeight:
     """A parameter of this rank, and the weights of transformers of which it is a shard."""
 
-    name: str
     parameter: nn.Parameter
     names: tuple[str, ...]
     packing: Packing
+
+    def shard(self, tensors: Sequence[Tensor], groups: Groups) -> Tensor:
+        """Return this rank's shard of weights of transformers."""
+        return self.packing.shard(self.packing.pack(tensors), groups.tensor_rank, groups.tensor)
 
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
@@ -451,7 +393,6 @@ def find_rows(stages: Sequence[nn.Module], weights: Sequence[Weight]) -> list[Pl
             if match := _LAYER.search(name):  # a stage counts its layers from 0
                 modules: Any = stage.get_submodule(name[: match.start() - 1])
                 layer = modules[int(match[0])].layer_number - 1
-                name = f"{name[: match.start()]}{layer}{name[match.end() :]}"
             row = rows.get(_LAYER.sub("{layer}", name))
             if row is None:
                 raise SettingsError(
@@ -460,20 +401,8 @@ def find_rows(stages: Sequence[nn.Module], weights: Sequence[Weight]) -> list[Pl
             if row.packing.dim is not None:  # megatron-core sets it only if it initialises weights.
                 vars(parameter).setdefault("tensor_model_parallel", True)
             names = tuple(pattern.format(layer=layer) for pattern in row.names)
-            placed.append(PlacedWeight(name=name, parameter=parameter, names=names, packing=row.packing))
+            placed.append(PlacedWeight(parameter=parameter, names=names, packing=row.packing))
     return placed
-
-
-def check_covered(model: nn.Module, weights: Sequence[Weight]) -> None:
-    """Refuse a model with weights that no row converts."""
-    patterns = {re.escape(name).replace(r"\{layer\}", r"\d+") for row in weights for name in row.names}
-    known = re.compile("|".join(patterns))
-    missing = [name for name, _ in model.named_parameters() if not known.fullmatch(name)]
-    if missing:
-        raise SettingsError(
-            f"{type(model).__name__} has weights without a row in its family, which Megatron would not train "
-            f"or save: {', '.join(missing)}. Add rows for them, or leave out what makes them."
-        )
 
 
 @torch.no_grad()
@@ -493,9 +422,8 @@ def share_values(model: nn.Module, runtime: Runtime) -> None:
 @torch.no_grad()
 def load(placed: Sequence[PlacedWeight], state: Mapping[str, Tensor], groups: Groups) -> None:
     """Copy this rank's shards of weights of transformers into its parameters."""
-    for weight in placed:
-        packed = weight.packing.pack([state[name] for name in weight.names])
-        weight.parameter.copy_(weight.packing.shard(packed, groups.tensor_rank, groups.tensor))
+    for row in placed:
+        row.parameter.copy_(row.shard([state[name] for name in row.names], groups))
 
 
 def drop_values(model: nn.Module) -> None:
@@ -504,6 +432,6 @@ def drop_values(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             empty = torch.empty_like(parameter, device="meta")
-            new = dropped.setdefault(id(parameter), torch.nn.Parameter(empty, parameter.requires_grad))
+            new = dropped.setdefault(id(parameter), nn.Parameter(empty, parameter.requires_grad))
             dropped[id(new)] = new
             setattr(module, name, new)

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from accel_ops.modules import unwrap_once
 from accel_plugins.deepspeed.engine import DeepSpeedSchedulerWrapper
 from accel_plugins.kwargs import GradScalerKwargs
-from accel_plugins.megatron import checks
-from accel_plugins.megatron.arguments import described_sizes, optimizer_args
+from accel_plugins.megatron.arguments import optimizer_args
+from accel_plugins.megatron.checks import check_model, data_parallel_size
 from accel_plugins.megatron.data import (
     MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler,
@@ -51,14 +51,7 @@ from accel_plugins.megatron.optimizer import (
 )
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.stages import build_stages, virtual_stages
-from accel_plugins.megatron.state import (
-    MegatronStates,
-    check_covered,
-    drop_values,
-    find_rows,
-    load,
-    share_values,
-)
+from accel_plugins.megatron.state import MegatronStates, drop_values, find_rows, load, share_values
 from accel_plugins.parallelism.config import mesh_of
 from accel_plugins.precision import EnginePrecision
 from accel_plugins.strategy import (
@@ -135,7 +128,6 @@ class MegatronStrategy(Strategy):
         self.generators = MegatronGenerators(groups)
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse models without a row, and sizes that the groups do not divide."""
         check_request(self.plugin, bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
@@ -174,7 +166,7 @@ class MegatronStrategy(Strategy):
 
     def _engine(self, model: Any, optimizer: Optimizer | None, context: TrainStepContext) -> MegatronEngine:
         # 1. Set the plugin's arguments from the prepared objects, and refuse untrainable ones.
-        plugin, groups = self.plugin, self.groups
+        plugin, groups, precision = self.plugin, self.groups, self.precision.name
         plugin.set_network_size_args(model)
         if optimizer is not None:
             plugin.set_optimizer_type(optimizer)
@@ -182,30 +174,25 @@ class MegatronStrategy(Strategy):
         check_device()
         check_train_step(plugin)
         check_other_args(plugin)
-        if family is not None:
-            has_engine = uses_transformer_engine(plugin.attention_backend)
-            positions = family.model_arguments(model).get("position_embedding_type")
-            checks.check_kind(plugin, family.kind, family.name, positions=positions, has_engine=has_engine)
-        fields = family.transformer_config(model.config) if family else described_sizes(plugin)
-        virtual = virtual_stages(plugin, fields["num_layers"])
-        config = transformer_config(plugin, fields, self.precision.name, virtual)
+        backend = plugin.attention_backend
+        if family and backend in {"flash", "fused"} and not uses_transformer_engine(backend):
+            raise UnsupportedError(f"attention_backend={backend!r} needs the library transformer-engine.")
         # 2. Build the groups and the stages, with rank 0's weights.
+        fields = family.transformer_config(model.config) if family else {}
+        layers = {**plugin.megatron_lm_default_args, **fields}["num_layers"]
+        config = transformer_config(plugin, fields, precision, virtual_stages(plugin, layers))
         if self not in _users:
             start(self)
         stages = build_stages(family, plugin, config, model, groups)
         placed = [] if family is None else find_rows(stages, family.weights(model.config))
         share_values(model, self.runtime)
         load(placed, model.state_dict(), groups)
-        step = train_step_of(plugin, context)
         # 3. Wrap the stages in the precision, and for training in megatron-core's data parallelism.
-        made = None
-        names: list[list[str]] = []
-        if self.precision.name == "no":
-            modules = [*stages]
-        else:
+        modules, made = [*stages], None
+        if precision != "no":
             modules = [core("transformer.module").Float16Module(config, stage) for stage in stages]
+        names = [] if optimizer is None else names_of(model, optimizer)
         if optimizer is not None:
-            names = names_of(model, optimizer)
             indices = {parameter: 0 for stage in stages for parameter in stage.parameters()}
             indices = indices if family is None else group_of(placed, model, optimizer)
             modules = [
@@ -214,7 +201,7 @@ class MegatronStrategy(Strategy):
                 )
                 for index, module in enumerate(modules)
             ]
-            made = make_optimizer(plugin, optimizer, modules, indices, self.precision.name, self.scaling)
+            made = make_optimizer(plugin, optimizer, modules, indices, precision, self.scaling)
         drop_values(model)
         engine = MegatronEngine(
             model,
@@ -223,7 +210,7 @@ class MegatronStrategy(Strategy):
             placed=placed,
             groups=groups,
             plugin=plugin,
-            step=step,
+            step=train_step_of(plugin, context),
             generate=generate,
             optimizer=made,
             optimizer_names=names,
@@ -327,58 +314,35 @@ class MegatronStrategy(Strategy):
 def check_request(plugin: MegatronLMPlugin, bundle: Bundle) -> None:
     """Refuse models without a row, and sizes that the groups do not divide."""
     fresh = [model for model in bundle.models if not isinstance(model, MegatronEngine)]
+    optimizers = bundle.optimizers
     check_materialised(replace(bundle, models=fresh))
-    if len(bundle.optimizers) > 1 or len(fresh) > 1:
+    if len(optimizers) > 1 or len(fresh) > 1 or (optimizers and not fresh):
         raise SettingsError(
-            f"prepare() got {len(fresh)} models and {len(bundle.optimizers)} optimizers: Megatron trains "
-            "one model with one optimizer."
+            f"prepare() got {len(fresh)} models and {len(optimizers)} optimizers: Megatron builds one model "
+            "and one optimizer together, as in prepare(model, optimizer)."
         )
-    if bundle.optimizers and not fresh:
-        raise SettingsError(
-            "prepare() got an optimizer without its model: Megatron builds both together, as in "
-            "prepare(model, optimizer)."
-        )
-    has_indexed = any(isinstance(loader, MegatronLMDummyDataLoader) for loader in bundle.dataloaders)
-    if not bundle.optimizers and any(
-        isinstance(item, MegatronLMDummyScheduler) for item in bundle.schedulers
-    ):
+    placeholders = [item for item in bundle.schedulers if isinstance(item, MegatronLMDummyScheduler)]
+    if placeholders and not optimizers:
         raise SettingsError(
             "prepare() got a MegatronLMDummyScheduler without its optimizer: prepare them in one call, as in "
             "prepare(model, optimizer, scheduler)."
         )
-    for model in fresh:
-        for optimizer in bundle.optimizers:
-            _check_optimizer(plugin, optimizer)
-        if plugin.custom_model_provider_function is None:
-            _check_family(plugin, model, has_indexed=has_indexed)
-
-
-def _check_family(plugin: MegatronLMPlugin, model: Any, *, has_indexed: bool) -> None:
-    family = find_family(model)
-    kind, name = family.kind, family.name
-    if has_indexed:
-        checks.check_indexed_data(plugin, kind, name)
-    family.check(model.config)
-    check_covered(model, family.weights(model.config))
-    arguments, sizes = family.model_arguments(model), family.transformer_config(model.config)
-    positions = arguments.get("position_embedding_type")
-    checks.check_kind(plugin, kind, name, positions=positions, has_engine=None)
-    checks.check_model(plugin, sizes, type(model).__name__, has_encoder="encoder_layers" in arguments)
-
-
-def _check_optimizer(plugin: MegatronLMPlugin, optimizer: object) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise UnsupportedError(
-            f"Megatron has no use for {type(optimizer).__name__}: prepare an optimizer of PyTorch."
-        )
-    optimizer_args(optimizer)
-    checks.check_offload(plugin, optimizer)
-    if plugin.custom_model_provider_function is not None and len(optimizer.param_groups) > 1:
+    for optimizer in optimizers:
+        optimizer_args(optimizer)
+    is_custom = plugin.custom_model_provider_function is not None
+    if is_custom and optimizers and len(optimizers[0].param_groups) > 1:
         raise SettingsError(
-            f"The optimizer has {len(optimizer.param_groups)} parameter groups: with "
-            "custom_model_provider_function Megatron does not know which parameters are in which; use "
+            "The optimizer has several parameter groups: with custom_model_provider_function use "
             "no_wd_decay_cond and scale_lr_cond of MegatronLMPlugin."
         )
+    has_indexed = any(isinstance(loader, MegatronLMDummyDataLoader) for loader in bundle.dataloaders)
+    for model in () if is_custom else fresh:
+        family = check_model(plugin, model)
+        if has_indexed and family.kind != "gpt" and not plugin.custom_megatron_datasets_provider_function:
+            raise UnsupportedError(
+                f"A MegatronLMDummyDataLoader makes data sets of decoders, not of {family.name!r}: give the "
+                "plugin a custom_megatron_datasets_provider_function, or prepare a DataLoader."
+            )
 
 
 @frozen
@@ -433,7 +397,7 @@ def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
     """
     tensor, pipeline = plugin.tp_degree or 1, plugin.pp_degree or 1
     context = plugin.context_parallel_size or 1
-    data = checks.data_parallel_size(tensor, pipeline, context, world_size)
+    data = data_parallel_size(tensor, pipeline, context, world_size)
     return Groups(tensor=tensor, pipeline=pipeline, data=data, context=context, rank=rank)
 
 
