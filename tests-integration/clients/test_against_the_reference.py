@@ -1,8 +1,7 @@
 """Libraries that import `accelerate`, unchanged: on accel they find what they find on the reference.
 
 Both run in an environment of their own, which holds these libraries and the reference; under accel-compat
-`import accelerate` is accel there. One case of each family runs always, those marked `thorough` with
-`tools/check.py --all`.
+`import accelerate` is accel there. They run with `tools/check.py --all`.
 """
 
 from __future__ import annotations
@@ -10,16 +9,13 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from clients.running import differences, run_client
 from harness import chosen_params
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PROGRAM = Path(__file__).parent / "programs" / "run_cases.py"
 
@@ -31,8 +27,6 @@ ALONE = (
     "diffusion:training",
     "sentences:ranking",
     "sentences:setfit",
-)
-THOROUGH = (
     "trainer:accumulated",
     "trainer:best",
     "trainer:resume",
@@ -93,14 +87,10 @@ def _outcome(
     return torch.load(out, weights_only=True)
 
 
-def _cases() -> Iterator[Any]:
-    for case in (*ALONE, *THOROUGH):
-        yield pytest.param(1, case, marks=[] if case in ALONE else [pytest.mark.thorough])
-    for case in TWO_RANKS:
-        yield pytest.param(2, case, marks=[pytest.mark.thorough])
-
-
-@pytest.mark.parametrize(("ranks", "case"), [*_cases()])
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("ranks", "case"), [*((1, case) for case in ALONE), *((2, case) for case in TWO_RANKS)]
+)
 def test_a_library_finds_on_accel_what_it_finds_on_the_reference(
     ranks: int, case: str, found: dict[str, Any]
 ) -> None:

@@ -9,11 +9,10 @@ import pytest
 from clients.running import run_client
 
 PROGRAM = Path(__file__).with_name("convert_adapter.py")
-ADAPTERS = ("gpt2", "bf16", "dora", "dora gpt2", "convolution")
+ADAPTERS = ("llama", "gpt2", "bf16", "dora", "dora gpt2", "convolution")
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in ADAPTERS)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_saved_adapter_is_merged_as_peft_does(kind, python, clients_environ, tmp_path):
     run_client(python, PROGRAM, kind, ranks=1, on_accel=False, environ=clients_environ, folder=tmp_path)

@@ -11,13 +11,10 @@ from clients.running import run_client
 
 PROGRAM = Path(__file__).parent / "programs" / "loaders.py"
 LIBRARIES = ("accel_train", "accelerate")
+pytestmark = pytest.mark.thorough
 
 
-@pytest.fixture(
-    scope="module",
-    params=[1, pytest.param(2, marks=pytest.mark.thorough)],
-    ids=["one rank", "two ranks"],
-)
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def runs(
     request: pytest.FixtureRequest,
     python: Path,

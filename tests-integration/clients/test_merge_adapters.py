@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 PROGRAM = Path(__file__).with_name("merge_adapters.py")
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    ["fsdp2", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ddp", "fsdp1"))],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp", "fsdp1"])
 def test_adapters_are_merged_as_peft_does(
     strategy: str, python: Path, clients_environ: Mapping[str, str], tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from clients import train_sharded_llama
-from harness import cases, chosen_params
+from harness import chosen_params
 from harness.programs import TORCHRUN, Ended, Program, run_programs
 
 CASES = {
@@ -73,7 +73,8 @@ def plain_loop(*, experts: bool, constant: bool):
     return losses, norms, model.state_dict()
 
 
-@pytest.mark.parametrize("case", cases(CASES, always={"fsdp", "tp", "fsdp, in chunks"}))
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", CASES)
 def test_trainer_of_a_sharded_model_equals_a_plain_loop(
     case: str, ends: tuple[Path, dict[str, list[Ended]]]
 ) -> None:
