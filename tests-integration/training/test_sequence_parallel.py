@@ -221,6 +221,32 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path):
 
 
 @distributed(world_size=2)
+def test_a_checkpoint_loads_without_sharded_sequences(tmp_path):
+    with deepspeed_process():
+        accelerator, model = make_accelerator({"zero_stage": 2}), make_llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Text(), batch_size=ROWS))
+        train(accelerator, model, optimizer, loader)
+        accelerator.save_state(tmp_path / "here", flush=False)
+        states = accelerator._parts.strategy.states
+        right = states.full_optimizer_state(optimizer.optimizer, [model])
+        weights = {name: value.clone() for name, value in states.full_state_dict(model).items()}
+        accelerator.free_memory()
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+        model = make_llama()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        accelerator.load_state(tmp_path / "here")
+        states = accelerator._parts.strategy.states
+        found = states.full_optimizer_state(optimizer.optimizer, [model])
+        for name, value in states.full_state_dict(model).items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=0)
+        for number, values in right["state"].items():
+            torch.testing.assert_close(found["state"][number], values, rtol=0, atol=0)
+        accelerator.free_memory()
+
+
+@distributed(world_size=2)
 def test_what_cannot_be_divided_is_refused_on_every_rank():
     def refused(model, story, error=SettingsError, **handler):
         AcceleratorState._reset_state()

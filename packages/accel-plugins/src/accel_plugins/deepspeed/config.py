@@ -341,15 +341,8 @@ def autofill(
 ) -> dict[str, Any]:
     """Return a configuration from which an engine can be built.
 
-    Args:
-        config: The configuration.
-        world_size: Data-parallel size.
-        micro_batch: Samples of a batch of one rank, if known.
-        accumulation: Micro-batches per optimizer step with their source, empty for a default.
-        hidden_size: The model's, if known.
-        optimizer: The prepared optimizer or its placeholder.
-        scheduler: The placeholder of the scheduler, if any.
-        schedule_shards: Scheduler steps per optimizer step.
+    `world_size` is data-parallel, `micro_batch` has the samples per rank, `accumulation` the micro-batches
+    of an optimizer step with their source (empty for a default), and `schedule_shards` its scheduler steps.
 
     Example:
         >>> config = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}
@@ -421,13 +414,7 @@ def batch_size_of(loaders: Sequence[Any], *, smallest: bool, split_into: int) ->
 
 
 def hidden_size_of(model: Any) -> int | None:
-    """Return the hidden size of a model of transformers; `None` if its configuration has none.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> hidden_size_of(SimpleNamespace(config=SimpleNamespace(hidden_sizes=[8, 32])))
-        32
-    """
+    """Return the hidden size of a model of transformers, the largest of several; `None` if unknown."""
     config = getattr(model, "config", None)
     for owner in (config, getattr(config, "text_config", None)):
         sizes = [getattr(owner, "hidden_size", None), *(getattr(owner, "hidden_sizes", None) or ())]

@@ -107,16 +107,15 @@ class DeepSpeedEngineWrapper:
                 "in the DeepSpeed configuration. Set the latter to 'auto', or use the same number."
             )
         optimizer = self.optimizer
-        if not hasattr(optimizer, "clip_grad"):  # It is the prepared one; gradients are in `.grad`.
-            return self._clip_grad_attributes(max_norm, norm_type) if self._is_complete else None
-        if norm_type != 2:
+        is_plain = not hasattr(optimizer, "clip_grad")  # It is the prepared one; gradients are in `.grad`.
+        if norm_type != 2 and not is_plain:
             raise UnsupportedError(
                 f"clip_grad_norm_(norm_type={norm_type!r}): DeepSpeed clips only by the 2-norm. Remove "
                 "norm_type."
             )
-        self._max_grad_norm = max_norm
-        if not self._is_complete:
-            return None
+        self._max_grad_norm = None if is_plain else max_norm
+        if is_plain or not self._is_complete:
+            return self._clip_grad_attributes(max_norm, norm_type) if self._is_complete else None
         # Compute the norm over all ranks; the engine's is -1 if a gradient is not finite.
         if hasattr(optimizer, "scaled_global_norm"):
             if self.engine.zero_use_cpu_optimizer():
@@ -173,9 +172,9 @@ class DeepSpeedEngineWrapper:
 
     def _clip_grad_attributes(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients in the parameters' `.grad`."""
-        norm = torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), max_norm, norm_type=norm_type)
-        self._plain_norm = norm
-        return norm
+        parameters = self.engine.module.parameters()
+        self._plain_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        return self._plain_norm
 
     @property
     def _is_complete(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accel_ops.modules import replaced_attributes
 from accel_state import environ, process_group
 from accel_state.errors import MissingDependencyError
 from accel_state.libraries import compare_versions, require
@@ -59,28 +60,11 @@ def start(runtime: Runtime) -> ModuleType:
         deepspeed = load_library("the strategy 'deepspeed'")
         process_group.join_single(runtime.kind.backend, runtime.device)
         if not deepspeed.comm.is_initialized():
-            with _without_compiling(runtime.device):
+            # Its inference op for CPUs would compile for minutes; training does not use it.
+            skipped = {"build_shm_op": lambda: None} if runtime.device.type == "cpu" else {}
+            with replaced_attributes(ds_module("comm.torch"), skipped):
                 deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     return deepspeed
-
-
-@contextmanager
-def _without_compiling(device: torch.device) -> Generator[None]:
-    """Prevent DeepSpeed from compiling its CPU inference op within the block, which takes minutes.
-
-    Training does not use it; tensor-parallel inference then uses the process group.
-    """
-    communication = ds_module("comm.torch")
-    name = "build_shm_op"
-    build = vars(communication).get(name)
-    if device.type != "cpu" or build is None:
-        yield
-        return
-    setattr(communication, name, lambda: None)
-    try:
-        yield
-    finally:
-        setattr(communication, name, build)
 
 
 # Common arguments keep their names; only these are added.

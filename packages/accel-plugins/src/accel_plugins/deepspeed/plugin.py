@@ -106,16 +106,28 @@ class DeepSpeedPlugin:
             )
         expect_flags(self, "zero3_init_flag", "zero3_save_16bit_model", "enable_msamp")
         keywords = {name: getattr(self, name) for name in KEYS if getattr(self, name) is not None}
-        self.hf_ds_config = _configuration(self.hf_ds_config, keywords)
+        # 1. Add the fields that the configuration lacks, and compare the others.
+        is_own = self.hf_ds_config is None
+        if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+            self.hf_ds_config = HfDeepSpeedConfig(_DEFAULT if is_own else self.hf_ds_config)
         config = self.hf_ds_config
-        refuse_mismatches(
-            fill(config.config, {KEYS[name]: (value, sources[name]) for name, value in keywords.items()})
-        )
+        if not isinstance(zero := config.config.setdefault("zero_optimization", {}), dict):
+            raise SettingsError(
+                f"The DeepSpeed configuration has zero_optimization={zero!r}; it must be an object, such as "
+                '{"stage": 2}.'
+            )
+        for name, value in {**({"zero_stage": 2} if is_own else {}), **keywords}.items():
+            node, last = config.find_config_node(KEYS[name])
+            if (node is None or last not in node) and str(value).lower() != "none":
+                put(config.config, KEYS[name], value)
+        known = {KEYS[name]: (value, sources[name]) for name, value in keywords.items()}
+        refuse_mismatches(fill(config.config, known))
         config.set_stage_and_offload()
         check_offload(config)
         for section in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
             if config.get_value(f"{section}.device") in {None, "none"}:
                 config.del_config_sub_tree(section)
+        # 2. Set the fields that the configuration has.
         for name, key in KEYS.items():
             setattr(self, name, None if config.is_auto(key) else config.get_value(key))
         if self.hf_ds_config.is_zero3():
@@ -369,33 +381,14 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
     return plugin
 
 
-def _configuration(source: Any, keywords: dict[str, Any]) -> HfDeepSpeedConfig:
-    """Return the given or the default configuration, completed by keywords."""
-    if source is None:
-        config = HfDeepSpeedConfig(
-            {
-                "train_batch_size": AUTO,
-                "train_micro_batch_size_per_gpu": AUTO,
-                "gradient_accumulation_steps": AUTO,
-                "steps_per_print": float("inf"),
-                "zero_allow_untested_optimizer": True,
-            }
-        )
-    else:
-        config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
-    if not isinstance(config.config.setdefault("zero_optimization", {}), dict):
-        raise SettingsError(
-            f"The DeepSpeed configuration has zero_optimization={config.config['zero_optimization']!r}; it "
-            'must be an object, such as {"stage": 2}.'
-        )
-    if source is None and "zero_stage" not in keywords:
-        put(config.config, KEYS["zero_stage"], 2)
-    for name, value in keywords.items():
-        node, last = config.find_config_node(KEYS[name])
-        if (node is None or last not in node) and str(value).lower() != "none":
-            put(config.config, KEYS[name], value)
-    config.set_stage_and_offload()
-    return config
+_DEFAULT = {
+    "train_batch_size": AUTO,
+    "train_micro_batch_size_per_gpu": AUTO,
+    "gradient_accumulation_steps": AUTO,
+    "steps_per_print": float("inf"),
+    "zero_allow_untested_optimizer": True,
+}
+"""The configuration of a plugin without one."""
 
 
 P = ParamSpec("P")

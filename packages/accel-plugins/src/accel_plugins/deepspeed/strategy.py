@@ -108,7 +108,6 @@ class DeepSpeedStrategy(Strategy):
         return next((plugin for plugin in self.plugins.values() if plugin.selected), first)
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse objects from which no engine can be built, and configurations that contradict them."""
         fresh = [model for model in bundle.models if not self._is_engine(model)]
         unsharded = [model for model in fresh if not any(map(is_sharded, model.parameters()))]
         check_materialised(replace(bundle, models=unsharded))
@@ -226,7 +225,7 @@ class DeepSpeedStrategy(Strategy):
             optimizer.optimizer.state.clear()
             optimizer.refresh_fp32_params()
         if bundle.optimizers:
-            self.register(DeepSpeedEngineWrapper(engine, groups=groups))
+            self._wrapper = DeepSpeedEngineWrapper(engine, groups=groups)
         return engine, optimizer, scheduler
 
     @property
@@ -244,10 +243,6 @@ class DeepSpeedStrategy(Strategy):
             )
         return self._wrapper
 
-    def register(self, wrapper: DeepSpeedEngineWrapper) -> None:
-        """Train this engine from now on."""
-        self._wrapper = wrapper
-
     def release(self) -> None:
         """Destroy the engine and release it."""
         wrapper, self._wrapper = self._wrapper, None
@@ -257,8 +252,7 @@ class DeepSpeedStrategy(Strategy):
             self.ulysses.release()
 
     def adapt_loader(self, loader: Any) -> Any:
-        mesh: Any = self.mesh
-        sequences = mesh["sp"]
+        sequences = cast("Any", self.mesh)["sp"]
         return ds_module("runtime.sequence_parallel.ulysses_sp").UlyssesSPDataLoaderAdapter(
             loader,
             sp_rank=sequences.get_local_rank(),
@@ -295,13 +289,6 @@ class DeepSpeedStrategy(Strategy):
         if clipped and own.isdisjoint(map(id, clipped)):
             return torch.nn.utils.clip_grad_norm_(clipped, max_norm, norm_type=norm_type)
         return wrapper.clip(max_norm, norm_type)
-
-    def clip_grad_value(
-        self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
-    ) -> None:
-        """Clamp the gradients in `.grad`; the strategy declares whether the engine leaves them there."""
-        del optimizers
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
         if closure is not None:
