@@ -37,7 +37,9 @@ def merge_adapter(folder: AnyPath, base: CheckpointContents) -> CheckpointConten
     Raises:
         CheckpointError: The adapter is not a LoRA adapter, or belongs to another base.
     """
-    config = _read_config(folder)
+    config = read_json(folder / _CONFIG)
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{str(folder)!r} is not a LoRA adapter; merge it with peft.")
     pairs: dict[str, dict[str, LazyTensor]] = {}
     merged = dict(base.models[0])
     strange: list[str] = []
@@ -61,10 +63,8 @@ def merge_adapter(folder: AnyPath, base: CheckpointContents) -> CheckpointConten
         if weight is None or pair.keys() != parts or not _fits(weight, pair, transposed=transposed):
             strange.append(module)
             continue
-        total = _sum(weight, pair, _scale(module, pair, config), transposed=transposed)
-        merged[f"{module}.weight"] = total
-        if _MAGNITUDE in pair:
-            merged[f"{module}.weight"] = _with_magnitude(total, pair[_MAGNITUDE], transposed=transposed)
+        scale = _scale(module, pair, config)
+        merged[f"{module}.weight"] = _merged(weight, pair, scale, transposed=transposed)
     if strange:
         raise CheckpointError(
             f"{str(folder)!r} has parts that fit no weight of the base: {some_of(sorted(strange))}; "
@@ -76,13 +76,6 @@ def merge_adapter(folder: AnyPath, base: CheckpointContents) -> CheckpointConten
         config_files=base.config_files,
         dropped=[*base.dropped, *(f"optimizer {index}" for index in range(len(base.optimizers)))],
     )
-
-
-def _read_config(folder: AnyPath) -> Mapping[str, Any]:
-    config = read_json(folder / _CONFIG)
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{str(folder)!r} is not a LoRA adapter; merge it with peft.")
-    return config
 
 
 def _fits(weight: LazyTensor, pair: Mapping[str, LazyTensor], *, transposed: bool) -> bool:
@@ -102,29 +95,26 @@ def _scale(module: str, pair: Mapping[str, LazyTensor], config: Mapping[str, Any
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _sum(weight: LazyTensor, pair: Mapping[str, LazyTensor], scale: float, *, transposed: bool) -> LazyTensor:
-    read: Callable[[int, int], Tensor] = weight.read
+def _merged(
+    weight: LazyTensor, pair: Mapping[str, LazyTensor], scale: float, *, transposed: bool
+) -> LazyTensor:
+    """Return a weight plus the product of a pair; for DoRA, scale each output to its trained magnitude."""
 
-    def merged(begin: int, end: int) -> Tensor:
-        rows, first, second = read(begin, end), pair["A"].full(), pair["B"].full()
+    def total(begin: int, end: int) -> Tensor:
+        rows, first, second = weight.read(begin, end), pair["A"].full(), pair["B"].full()
         dtype = second.dtype
         wide = torch.float32 if dtype.itemsize < 4 else dtype
         first, second = first.flatten(1).to(wide), second.flatten(1).to(wide)
         left, right = (first.T[begin:end], second.T) if transposed else (second[begin:end], first)
         return rows.add_(((left @ right) * scale).to(dtype).view(rows.shape))
 
-    return LazyTensor(shape=weight.shape, dtype=weight.dtype, read=merged)
-
-
-def _with_magnitude(total: LazyTensor, magnitude: LazyTensor, *, transposed: bool) -> LazyTensor:
-    """Return a merged matrix of DoRA: scale each output to its trained magnitude."""
-
     def scaled(begin: int, end: int) -> Tensor:
-        lengths = magnitude.full()
+        lengths = pair[_MAGNITUDE].full()
         if not transposed:
-            rows = total.read(begin, end)
+            rows = total(begin, end)
             return rows.mul_((lengths[begin:end] / rows.norm(dim=1).to(lengths.dtype))[:, None])
-        full = total.full()
+        full = total(0, weight.shape[0])
         return full[begin:end] * (lengths / full.norm(dim=0).to(lengths.dtype))
 
-    return LazyTensor(shape=total.shape, dtype=total.dtype, read=scaled)
+    read: Callable[[int, int], Tensor] = scaled if _MAGNITUDE in pair else total
+    return LazyTensor(shape=weight.shape, dtype=weight.dtype, read=read)

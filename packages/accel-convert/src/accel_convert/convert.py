@@ -12,10 +12,9 @@ from pathlib import Path
 import xxhash
 from torch import Tensor
 
-from accel_convert.contents import CheckpointContents
 from accel_convert.deepspeed import UNIVERSAL_TAG_FILE
 from accel_convert.read import open_checkpoint
-from accel_convert.write import WRITERS, WritePlan
+from accel_convert.write import WRITERS, Output
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int
 from accel_ops.weights.lazy_tensors import LazyTensor
 from accel_ops.weights.safetensors_io import as_bytes
@@ -24,8 +23,7 @@ from accel_state.files import any_path, trim_heap
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemotePath
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.files import flush_folder, make_folder, move, remove, sizes_in, write_file
-from accel_train.checkpoint.layout import FileRecord, Manifest
+from accel_train.checkpoint.files import flush_folder, make_folder, move, remove, sizes_in
 
 DEFAULT_MEMORY = "1GB"
 _LEAST_MEMORY = 4_000_000
@@ -96,21 +94,38 @@ def convert_checkpoint(
     if sizes_in(folder):
         raise SettingsError(f"target={str(folder)!r} already contains files. Write to a new folder.")
     contents = open_checkpoint(any_path(source, "source"), None if base is None else any_path(base, "base"))
-    plan = WRITERS[to](contents, convert_file_size_to_int(max_shard_size))
-    files = {file.name: (len(file.tensors), sum(lazy.nbytes for lazy in file.tensors)) for file in plan.files}
-    report = ConversionReport(
+    shard_size = convert_file_size_to_int(max_shard_size)
+    planned = Output(None, _Digests(limit).chunks)
+    WRITERS[to](contents, planned, shard_size)
+    if not dry_run:
+        written, read = _Digests(limit), _Digests(limit)
+        with _staging(folder) as staging:
+            out = Output(staging, written.chunks)
+            WRITERS[to](contents, out, shard_size)
+            found = dict(open_checkpoint(staging).tensors())
+            for lazy in found.values():
+                for _ in read.chunks(lazy):
+                    pass
+            differing = sorted(
+                ".".join(map(str, label[2:]))
+                for label in {**out.tensors, **found}
+                if (digest := written.of(out.tensors.get(label))) is None
+                or digest != read.of(found.get(label))
+            )
+            if differing:
+                raise CheckpointError(
+                    f"The written checkpoint differs from the source: {some_of(differing)}."
+                )
+            flush_folder(staging)
+    return ConversionReport(
         source=any_path(source, "source"),
         form=contents.form,
-        num_tensors=len(plan.tensors),
-        nbytes=sum(nbytes for _, nbytes in files.values()),
+        num_tensors=len(planned.tensors),
+        nbytes=sum(nbytes for _, nbytes in planned.files.values()),
         target=folder,
-        files=files,
-        dropped=[*contents.dropped, *plan.dropped],
+        files=planned.files,
+        dropped=[*contents.dropped, *planned.dropped],
     )
-    if not dry_run:
-        with _staging(folder) as staging:
-            _write(contents, plan, staging, limit)
-    return report
 
 
 @contextmanager
@@ -136,40 +151,6 @@ def _staging(target: AnyPath) -> Generator[Path]:
 def _is_last(name: str) -> tuple[bool, str]:
     """Sort files that mark a checkpoint complete after its other files."""
     return name.endswith((layout.MANIFEST_NAME, ".metadata", ".index.json", UNIVERSAL_TAG_FILE)), name
-
-
-def _write(contents: CheckpointContents, plan: WritePlan, folder: Path, limit: int) -> None:
-    # 1. Write the files.
-    written, read = _Digests(limit), _Digests(limit)
-    records: dict[str, FileRecord] = {}
-    for file in plan.files:
-        make_folder((folder / file.name).parent)
-        records[file.name] = file.write(folder / file.name, written.chunks)
-    if plan.is_state:
-        old = contents.manifest
-        manifest = Manifest(
-            world_size=1 if old is None else old.world_size,
-            step=0 if old is None else old.step,
-            iteration=None if old is None else old.iteration,
-            files=records,
-        )
-        text = manifest.to_text().encode()
-        write_file(folder / layout.MANIFEST_NAME, lambda sink: sink.write(text), to_disk=True)
-    # 2. Read them again, and compare.
-    found = dict(open_checkpoint(folder).tensors())
-    for lazy in found.values():
-        for _ in read.chunks(lazy):
-            pass
-    differing = [
-        label
-        for label in {**plan.tensors, **found}
-        if written.of(plan.tensors.get(label)) is None
-        or written.of(plan.tensors.get(label)) != read.of(found.get(label))
-    ]
-    if differing:
-        names = sorted(".".join(map(str, label[2:])) for label in differing)
-        raise CheckpointError(f"The written checkpoint differs from the source: {some_of(names)}.")
-    flush_folder(folder)
 
 
 class _Digests:

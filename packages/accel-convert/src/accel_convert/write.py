@@ -1,4 +1,4 @@
-"""Plan the files of a checkpoint in each format: `WRITERS`."""
+"""Write a checkpoint in each format: `WRITERS`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import pickle
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
@@ -32,44 +32,109 @@ from accel_ops.weights.lazy_tensors import LazyTensor, create_torch_file, write_
 from accel_ops.weights.safetensors_io import as_bytes
 from accel_plugins.sharding.state import INDEX_NAME, shard_file
 from accel_state.errors import CheckpointError, SettingsError
-from accel_state.frozen import frozen
 from accel_state.remote import AnyPath
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.files import make_folder, record_of, write_file
-from accel_train.checkpoint.layout import MODEL_KEY, OPTIMIZER_KEY, FileRecord
+from accel_train.checkpoint.layout import MODEL_KEY, OPTIMIZER_KEY, FileRecord, Manifest
 
 
-@frozen
-class PlannedFile:
-    """A file to write.
+class Output:
+    """The files of a checkpoint to write, in order.
+
+    Args:
+        folder: Receives them; if `None`, nothing is written.
+        chunks: Reads each tensor.
 
     Attributes:
-        name: Its path in the folder, with `/` between folders.
-        write: Writes it at a path, reading each tensor by a function, and returns its record.
-        tensors: Its tensors.
+        files: The number and bytes of the tensors in each file, by its name with `/` between folders.
+        records: The size and checksum of each file.
+        dropped: A phrase for each item that the format lacks.
+        tensors: The tensors in all files; set by the writer of a format.
     """
 
-    name: str
-    write: Callable[[Path, Chunks], FileRecord]
-    tensors: Sequence[LazyTensor] = ()
+    def __init__(self, folder: Path | None, chunks: Chunks) -> None:
+        self._folder, self._chunks = folder, chunks
+        self.files: dict[str, tuple[int, int]] = {}
+        self.records: dict[str, FileRecord] = {}
+        self.dropped: list[str] = []
+        self.tensors: Mapping[Label, LazyTensor] = {}
+
+    def add(self, name: str, content: Any, write: Callable[[Path, Chunks], FileRecord]) -> None:
+        """Add a file with the lazy tensors in nested containers, and write it by a function."""
+        sizes = [leaf.nbytes for _, leaf in leaves(content) if is_lazy(leaf)]
+        self.files[name] = len(sizes), sum(sizes)
+        if self._folder is not None:
+            make_folder((self._folder / name).parent)
+            self.records[name] = write(self._folder / name, self._chunks)
+
+    def add_safetensors(self, name: str, weights: Mapping[str, LazyTensor]) -> None:
+        """Add a file of safetensors."""
+
+        def write(path: Path, chunks: Chunks) -> FileRecord:
+            def write_to(sink: Any) -> None:
+                write_lazy_safetensors(weights, sink, lambda _, lazy: chunks(lazy))
+
+            return write_file(path, write_to, to_disk=True)
+
+        self.add(name, weights, write)
+
+    def add_torch(self, name: str, tree: Any) -> None:
+        """Add a file of `torch.save`."""
+        self.add(name, tree, lambda path, chunks: write_torch_file(path, tree, chunks))
+
+    def add_shards(self, prefix: str, state: Mapping[str, Any]) -> None:
+        """Add a DCP folder: a file of shards, then the index, which says where each is in that file."""
+        index: list[Metadata] = []
+
+        def write(path: Path, chunks: Chunks) -> FileRecord:
+            def write_to(sink: Any) -> None:
+                index.append(write_shards(state, sink, path.name, chunks))
+
+            return write_file(path, write_to, to_disk=True)
+
+        self.add(f"{prefix}{shard_file(0)}", state, write)
+        self.add_bytes(f"{prefix}{INDEX_NAME}", lambda sink: sink.write(pickle.dumps(index.pop())))
+
+    def add_bytes(self, name: str, write: Callable[[Any], object]) -> None:
+        """Add a file without tensors, which a function writes to a sink."""
+        self.add(name, (), lambda path, _: write_file(path, write, to_disk=True))
+
+    def add_copies(self, files: Mapping[str, AnyPath]) -> None:
+        """Add copies of files."""
+        for name, source in files.items():
+
+            def copy(sink: Any, source: Any = source) -> None:
+                with source.open("rb") as file:
+                    shutil.copyfileobj(file, sink, 16 << 20)
+
+            self.add_bytes(name, copy)
+
+    def drop(
+        self, contents: CheckpointContents, models: int, optimizers: int, *files: Mapping[str, object]
+    ) -> None:
+        """Drop models and optimizers after the first ones, and files."""
+        self.dropped += (f"model {index}" for index in range(models, len(contents.models)))
+        self.dropped += (f"optimizer {index}" for index in range(optimizers, len(contents.optimizers)))
+        self.dropped += (f"file {name}" for group in files for name in group)
 
 
-@frozen
-class WritePlan:
-    """The files of a checkpoint to write, in order, their tensors, and phrases for what is dropped.
+def write_torch_file(path: Path, tree: Any, chunks: Chunks) -> FileRecord:
+    """Write a file of `torch.save`: first with empty space for the tensors, then fill it one by one."""
+    made = create_torch_file(path, tree)  # the same tree, with a position for every lazy tensor
+    with path.open("r+b") as file:
+        for (_, lazy), (_, position) in zip(leaves(tree), leaves(made), strict=True):
+            for begin, rows in chunks(lazy) if is_lazy(lazy) else ():
+                if not begin:
+                    file.seek(position)
+                file.write(as_bytes(rows))
+    return record_of(path, to_disk=True)
 
-    A state of `save_state` has a manifest.
-    """
 
-    files: list[PlannedFile]
-    tensors: Mapping[Label, LazyTensor]
-    dropped: list[str] = field(default_factory=list[str])
-    is_state: bool = False
-
-
-def plan_weights(contents: CheckpointContents, max_shard_size: int, *, safe: bool) -> WritePlan:
-    """Plan files of weights, in the layout of transformers."""
+def write_weights(contents: CheckpointContents, out: Output, max_shard_size: int, *, safe: bool) -> None:
+    """Write files of weights, in the layout of transformers."""
+    out.drop(contents, 1, 0, contents.state_files)
     aliases = _aliases(contents.models[:1]) if safe else {}
+    out.dropped += aliases.values()
     weights = {name: lazy for name, lazy in contents.models[0].items() if (0, name) not in aliases}
     filled = list(fill_shards(((name, lazy.nbytes) for name, lazy in weights.items()), max_shard_size))
     plan = numbered(
@@ -77,74 +142,76 @@ def plan_weights(contents: CheckpointContents, max_shard_size: int, *, safe: boo
         total_size=sum(size for _, size in filled),
         pattern=SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME,
     )
-    make = _safetensors_file if safe else _torch_file
-    files = [make(name, {weight: weights[weight] for weight in names}) for name, names in plan.files.items()]
-    files += _copies(contents.config_files)
+    add = out.add_safetensors if safe else out.add_torch
+    for name, names in plan.files.items():
+        add(name, {weight: weights[weight] for weight in names})
+    out.add_copies(contents.config_files)
     if plan.index is not None:
         text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
-        files.append(_text_file(SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME, text))
-    dropped = [*_beyond(contents, 1, 0, contents.state_files), *aliases.values()]
-    tensors = {("model", 0, name): lazy for name, lazy in weights.items()}
-    return WritePlan(files=files, tensors=tensors, dropped=dropped)
+        name = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
+        out.add_bytes(name, lambda sink: sink.write(text.encode()))
+    out.tensors = {("model", 0, name): lazy for name, lazy in weights.items()}
 
 
-def plan_full(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
-    """Plan a full state, as written by rank 0: one file for each model and optimizer."""
-    del max_shard_size
+def write_full(contents: CheckpointContents, out: Output, _: int) -> None:
+    """Write a full state, as rank 0 does: one file for each model and optimizer."""
     aliases = _aliases(contents.models)
-    files: list[PlannedFile] = []
+    out.dropped += aliases.values()
     for index, model in enumerate(contents.models):
         weights = {name: lazy for name, lazy in model.items() if (index, name) not in aliases}
-        files.append(_safetensors_file(layout.safe_weights_name(index), weights))
+        out.add_safetensors(layout.safe_weights_name(index), weights)
     for index, optimizer in enumerate(contents.optimizers):
-        files.append(_torch_file(layout.optimizer_name(index), optimizer.nested(by_number=True)))
-    files += _copies({**contents.state_files, **contents.config_files})
-    tensors = {label: lazy for label, lazy in contents.tensors() if label[1:] not in aliases}
-    return WritePlan(files=files, tensors=tensors, dropped=[*aliases.values()], is_state=True)
+        out.add_torch(layout.optimizer_name(index), optimizer.nested(by_number=True))
+    _add_state_files(contents, out)
+    out.tensors = {label: lazy for label, lazy in contents.tensors() if label[1:] not in aliases}
 
 
-def plan_sharded(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
-    """Plan a state with a folder of shards for each model and optimizer, which any number of ranks loads."""
-    del max_shard_size
-    files: list[PlannedFile] = []
-    unnamed: dict[Label, str] = {}
+def write_sharded(contents: CheckpointContents, out: Output, _: int) -> None:
+    """Write a state with a folder of shards for each model and optimizer, which any number of ranks loads."""
+    unnamed: set[Label] = set()
     for index, model in enumerate(contents.models):
-        files += _folder(f"{layout.sharded_model_name(index)}/", {MODEL_KEY: model})
+        out.add_shards(f"{layout.sharded_model_name(index)}/", {MODEL_KEY: model})
     for index, optimizer in enumerate(contents.optimizers):
         if optimizer.unnamed:
-            phrase = f"optimizer {index}: {optimizer.unnamed}, and shards are by name"
-            unnamed["optimizer", index] = phrase
+            out.dropped.append(f"optimizer {index}: {optimizer.unnamed}, and shards are by name")
+            unnamed.add(("optimizer", index))
             continue
         state = {OPTIMIZER_KEY: optimizer.nested(by_number=False)}
-        files += _folder(f"{layout.sharded_optimizer_name(index)}/", state)
-    files += _copies({**contents.state_files, **contents.config_files})
-    tensors = {label: lazy for label, lazy in contents.tensors() if label[:2] not in unnamed}
-    return WritePlan(files=files, tensors=tensors, dropped=[*unnamed.values()], is_state=True)
+        out.add_shards(f"{layout.sharded_optimizer_name(index)}/", state)
+    _add_state_files(contents, out)
+    out.tensors = {label: lazy for label, lazy in contents.tensors() if label[:2] not in unnamed}
 
 
-def plan_dcp(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
-    """Plan a folder of `torch.distributed.checkpoint` with the keys `model` and `optimizer`."""
-    del max_shard_size
-    dropped = _beyond(contents, 1, 1, contents.state_files, contents.config_files)
+def _add_state_files(contents: CheckpointContents, out: Output) -> None:
+    """Add the other files of a state, and its manifest, which comes last."""
+    out.add_copies({**contents.state_files, **contents.config_files})
+    old, records = contents.manifest or Manifest(world_size=1, step=0), dict(out.records)
+    manifest = replace(old, files=records)
+    out.add_bytes(layout.MANIFEST_NAME, lambda sink: sink.write(manifest.to_text().encode()))
+
+
+def write_dcp(contents: CheckpointContents, out: Output, _: int) -> None:
+    """Write a folder of `torch.distributed.checkpoint` with the keys `model` and `optimizer`."""
+    out.drop(contents, 1, 1, contents.state_files, contents.config_files)
     state: dict[str, Any] = {MODEL_KEY: contents.models[0]}
     written: set[Label] = {("model", 0)}
     for optimizer in contents.optimizers[:1]:
         if optimizer.unnamed:
-            dropped.append(f"optimizer 0: {optimizer.unnamed}")
+            out.dropped.append(f"optimizer 0: {optimizer.unnamed}")
         else:
             state[OPTIMIZER_KEY] = optimizer.nested(by_number=False)
             written.add(("optimizer", 0))
-    tensors = {label: lazy for label, lazy in contents.tensors() if label[:2] in written}
-    return WritePlan(files=_folder("", state), tensors=tensors, dropped=dropped)
+    out.add_shards("", state)
+    out.tensors = {label: lazy for label, lazy in contents.tensors() if label[:2] in written}
 
 
-def plan_universal(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
-    """Plan a universal checkpoint of DeepSpeed, which engines of ZeRO load on any number of ranks.
+def write_universal(contents: CheckpointContents, out: Output, _: int) -> None:
+    """Write a universal checkpoint of DeepSpeed, which engines of ZeRO load on any number of ranks.
 
     Raises:
         SettingsError: There is no state of Adam whose parameters have names.
     """
-    del max_shard_size
+    out.drop(contents, 1, 1, contents.state_files, contents.config_files)
     weights, optimizer = _adam_of(contents)
     order = [str(name) for name in optimizer.order()]
     others = {name: lazy for name, lazy in weights.items() if name not in order}
@@ -172,18 +239,18 @@ def plan_universal(contents: CheckpointContents, max_shard_size: int) -> WritePl
         "ds_config": {},
         "ds_version": _DEEPSPEED_VERSION,
     }
-    # Engines of stage 3 read the second name.
-    files = [_torch_file(f"{_TAG}/{name}", model_state) for name in MODEL_FILES]
-    parameters = [
-        _torch_file(f"{name}/{key}.pt", {"cat_dim": 0, "param": lazy} if lazy.shape else lazy)
+    for name in MODEL_FILES:  # engines of stage 3 read the second
+        out.add_torch(f"{_TAG}/{name}", model_state)
+    parameters = {
+        f"{name}/{key}.pt": {"cat_dim": 0, "param": lazy} if lazy.shape else lazy
         for name in order
         for key, lazy in {"fp32": weights[name], **optimizer.states[name]}.items()
-    ]
+    }
 
     def write_parameters(path: Path, chunks: Chunks) -> FileRecord:
-        for file in parameters:
-            make_folder((path / file.name).parent)
-            file.write(path / file.name, chunks)
+        for name, tree in parameters.items():
+            make_folder((path / name).parent)
+            write_torch_file(path / name, tree, chunks)
         groups = recursively_apply(
             lambda lazy: torch.cat([rows for _, rows in chunks(lazy)]).view(lazy.shape),
             [{**group, "params": []} for group in optimizer.groups],
@@ -196,12 +263,10 @@ def plan_universal(contents: CheckpointContents, max_shard_size: int) -> WritePl
         }
         return write_file(path / "optimizer_state.pt", lambda sink: torch.save(state, sink), to_disk=True)
 
-    of_parameters = [lazy for file in parameters for lazy in file.tensors]
-    files.append(PlannedFile(name=f"{_TAG}/zero", write=write_parameters, tensors=of_parameters))
-    files.append(_text_file(UNIVERSAL_TAG_FILE, _TAG))
+    out.add(f"{_TAG}/zero", parameters, write_parameters)
+    out.add_bytes(UNIVERSAL_TAG_FILE, lambda sink: sink.write(_TAG.encode()))
     adam = CheckpointContents(form="", models=[weights], optimizers=[optimizer])
-    dropped = _beyond(contents, 1, 1, contents.state_files, contents.config_files)
-    return WritePlan(files=files, tensors=dict(adam.tensors()), dropped=dropped)
+    out.tensors = dict(adam.tensors())
 
 
 _TAG = "universal"
@@ -240,17 +305,6 @@ def _in_float32(lazy: LazyTensor) -> LazyTensor:
     return LazyTensor(shape=lazy.shape, dtype=torch.float32, read=read)
 
 
-def _beyond(
-    contents: CheckpointContents, models: int, optimizers: int, *files: Mapping[str, object]
-) -> list[str]:
-    """Return phrases for what a format drops: models and optimizers after the first ones, and files."""
-    return [
-        *(f"model {index}" for index in range(models, len(contents.models))),
-        *(f"optimizer {index}" for index in range(optimizers, len(contents.optimizers))),
-        *(f"file {name}" for group in files for name in group),
-    ]
-
-
 def _aliases(models: Sequence[Mapping[str, LazyTensor]]) -> dict[Label, str]:
     """Return the further names of tied tensors, by index of the model and name, with a phrase for each."""
     aliases: dict[Label, str] = {}
@@ -265,77 +319,13 @@ def _aliases(models: Sequence[Mapping[str, LazyTensor]]) -> dict[Label, str]:
     return aliases
 
 
-def _safetensors_file(name: str, weights: Mapping[str, LazyTensor]) -> PlannedFile:
-    def write(path: Path, chunks: Chunks) -> FileRecord:
-        def write_to(sink: Any) -> None:
-            write_lazy_safetensors(weights, sink, lambda _, lazy: chunks(lazy))
-
-        return write_file(path, write_to, to_disk=True)
-
-    return PlannedFile(name=name, write=write, tensors=[*weights.values()])
-
-
-def _torch_file(name: str, tree: Any) -> PlannedFile:
-    """Plan a file of `torch.save`: written first with empty space for the tensors, then filled one by one."""
-    tensors = [leaf for _, leaf in leaves(tree) if is_lazy(leaf)]
-
-    def write(path: Path, chunks: Chunks) -> FileRecord:
-        made = create_torch_file(path, tree)  # the same tree, with a position for every lazy tensor
-        with path.open("r+b") as file:
-            for (_, lazy), (_, position) in zip(leaves(tree), leaves(made), strict=True):
-                for begin, rows in chunks(lazy) if is_lazy(lazy) else ():
-                    if not begin:
-                        file.seek(position)
-                    file.write(as_bytes(rows))
-        return record_of(path, to_disk=True)
-
-    return PlannedFile(name=name, write=write, tensors=tensors)
-
-
-def _folder(prefix: str, state: Mapping[str, Any]) -> list[PlannedFile]:
-    """Plan a DCP folder: a file of shards, then the index, which says where each is in that file."""
-    index: list[Metadata] = []
-
-    def write(path: Path, chunks: Chunks) -> FileRecord:
-        def write_to(sink: Any) -> None:
-            index.append(write_shards(state, sink, path.name, chunks))
-
-        return write_file(path, write_to, to_disk=True)
-
-    def write_index(path: Path, _: Chunks) -> FileRecord:
-        return write_file(path, lambda sink: sink.write(pickle.dumps(index.pop())), to_disk=True)
-
-    tensors = [leaf for _, leaf in leaves(state) if is_lazy(leaf)]
-    return [
-        PlannedFile(name=f"{prefix}{shard_file(0)}", write=write, tensors=tensors),
-        PlannedFile(name=f"{prefix}{INDEX_NAME}", write=write_index),
-    ]
-
-
-def _copies(files: Mapping[str, AnyPath]) -> Iterator[PlannedFile]:
-    for name, source in files.items():
-
-        def copy(sink: Any, source: Any = source) -> None:
-            with source.open("rb") as file:
-                shutil.copyfileobj(file, sink, 16 << 20)
-
-        yield PlannedFile(name=name, write=lambda path, _, copy=copy: write_file(path, copy, to_disk=True))
-
-
-def _text_file(name: str, text: str) -> PlannedFile:
-    def write(path: Path, _: Chunks) -> FileRecord:
-        return write_file(path, lambda sink: sink.write(text.encode()), to_disk=True)
-
-    return PlannedFile(name=name, write=write)
-
-
-Writer: TypeAlias = Callable[[CheckpointContents, int], WritePlan]
+Writer: TypeAlias = Callable[[CheckpointContents, Output, int], None]
 WRITERS: dict[str, Writer] = {
-    "safetensors": partial(plan_weights, safe=True),
-    "torch": partial(plan_weights, safe=False),
-    "full": plan_full,
-    "sharded": plan_sharded,
-    "dcp": plan_dcp,
-    "universal": plan_universal,
+    "safetensors": partial(write_weights, safe=True),
+    "torch": partial(write_weights, safe=False),
+    "full": write_full,
+    "sharded": write_sharded,
+    "dcp": write_dcp,
+    "universal": write_universal,
 }
-"""The formats to write: functions that plan each, from the contents and the bytes per weight file."""
+"""The formats to write: functions of the contents, their output, and the bytes per weight file."""
