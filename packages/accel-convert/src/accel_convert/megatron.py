@@ -165,9 +165,7 @@ def _rows(base: AnyPath, weights: Mapping[str, LazyTensor]) -> dict[str, tuple[W
     for name in weights:
         number = re.search(r"(?<=\.layers\.)\d+", name)
         layer = "" if number is None else number[0]
-        row = by_parameter.get(
-            name if number is None else re.sub(r"(\.layers\.)\d+", r"\1{layer}", name, count=1)
-        )
+        row = by_parameter.get(re.sub(r"(\.layers\.)\d+", r"\1{layer}", name, count=1))
         if row is not None:
             rows[name] = row, [part.replace("{layer}", layer) for part in row.names]
     if missing := weights.keys() - rows.keys():

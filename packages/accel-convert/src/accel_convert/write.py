@@ -53,51 +53,46 @@ class Output:
     """
 
     def __init__(self, folder: Path | None, chunks: Chunks) -> None:
-        self._folder, self._chunks = folder, chunks
+        self._folder, self.chunks = folder, chunks
         self.files: dict[str, tuple[int, int]] = {}
         self.records: dict[str, FileRecord] = {}
         self.dropped: list[str] = []
         self.tensors: Mapping[Label, LazyTensor] = {}
 
-    def add(self, name: str, content: Any, write: Callable[[Path, Chunks], FileRecord]) -> None:
+    def add(self, name: str, content: Any, write: Callable[[Path], FileRecord]) -> None:
         """Add a file with the lazy tensors in nested containers, and write it by a function."""
         sizes = [leaf.nbytes for _, leaf in leaves(content) if is_lazy(leaf)]
         self.files[name] = len(sizes), sum(sizes)
         if self._folder is not None:
             make_folder((self._folder / name).parent)
-            self.records[name] = write(self._folder / name, self._chunks)
+            self.records[name] = write(self._folder / name)
+
+    def add_file(self, name: str, write: Callable[[Any], object], content: Any = ()) -> None:
+        """Add a file that a function writes to a sink."""
+        self.add(name, content, lambda path: write_file(path, write, to_disk=True))
 
     def add_safetensors(self, name: str, weights: Mapping[str, LazyTensor]) -> None:
         """Add a file of safetensors."""
 
-        def write(path: Path, chunks: Chunks) -> FileRecord:
-            def write_to(sink: Any) -> None:
-                write_lazy_safetensors(weights, sink, lambda _, lazy: chunks(lazy))
+        def write(sink: Any) -> None:
+            write_lazy_safetensors(weights, sink, lambda _, lazy: self.chunks(lazy))
 
-            return write_file(path, write_to, to_disk=True)
-
-        self.add(name, weights, write)
+        self.add_file(name, write, weights)
 
     def add_torch(self, name: str, tree: Any) -> None:
         """Add a file of `torch.save`."""
-        self.add(name, tree, lambda path, chunks: write_torch_file(path, tree, chunks))
+        self.add(name, tree, lambda path: write_torch_file(path, tree, self.chunks))
 
     def add_shards(self, prefix: str, state: Mapping[str, Any]) -> None:
         """Add a DCP folder: a file of shards, then the index, which says where each is in that file."""
         index: list[Metadata] = []
+        file = shard_file(0)
 
-        def write(path: Path, chunks: Chunks) -> FileRecord:
-            def write_to(sink: Any) -> None:
-                index.append(write_shards(state, sink, path.name, chunks))
+        def write(sink: Any) -> None:
+            index.append(write_shards(state, sink, file, self.chunks))
 
-            return write_file(path, write_to, to_disk=True)
-
-        self.add(f"{prefix}{shard_file(0)}", state, write)
-        self.add_bytes(f"{prefix}{INDEX_NAME}", lambda sink: sink.write(pickle.dumps(index.pop())))
-
-    def add_bytes(self, name: str, write: Callable[[Any], object]) -> None:
-        """Add a file without tensors, which a function writes to a sink."""
-        self.add(name, (), lambda path, _: write_file(path, write, to_disk=True))
+        self.add_file(f"{prefix}{file}", write, state)
+        self.add_file(f"{prefix}{INDEX_NAME}", lambda sink: sink.write(pickle.dumps(index.pop())))
 
     def add_copies(self, files: Mapping[str, AnyPath]) -> None:
         """Add copies of files."""
@@ -107,7 +102,7 @@ class Output:
                 with source.open("rb") as file:
                     shutil.copyfileobj(file, sink, 16 << 20)
 
-            self.add_bytes(name, copy)
+            self.add_file(name, copy)
 
     def drop(
         self, contents: CheckpointContents, models: int, optimizers: int, *files: Mapping[str, object]
@@ -149,7 +144,7 @@ def write_weights(contents: CheckpointContents, out: Output, max_shard_size: int
     if plan.index is not None:
         text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
         name = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
-        out.add_bytes(name, lambda sink: sink.write(text.encode()))
+        out.add_file(name, lambda sink: sink.write(text.encode()))
     out.tensors = {("model", 0, name): lazy for name, lazy in weights.items()}
 
 
@@ -187,7 +182,7 @@ def _add_state_files(contents: CheckpointContents, out: Output) -> None:
     out.add_copies({**contents.state_files, **contents.config_files})
     old, records = contents.manifest or Manifest(world_size=1, step=0), dict(out.records)
     manifest = replace(old, files=records)
-    out.add_bytes(layout.MANIFEST_NAME, lambda sink: sink.write(manifest.to_text().encode()))
+    out.add_file(layout.MANIFEST_NAME, lambda sink: sink.write(manifest.to_text().encode()))
 
 
 def write_dcp(contents: CheckpointContents, out: Output, _: int) -> None:
@@ -247,12 +242,12 @@ def write_universal(contents: CheckpointContents, out: Output, _: int) -> None:
         for key, lazy in {"fp32": weights[name], **optimizer.states[name]}.items()
     }
 
-    def write_parameters(path: Path, chunks: Chunks) -> FileRecord:
+    def write_parameters(path: Path) -> FileRecord:
         for name, tree in parameters.items():
             make_folder((path / name).parent)
-            write_torch_file(path / name, tree, chunks)
+            write_torch_file(path / name, tree, out.chunks)
         groups = recursively_apply(
-            lambda lazy: torch.cat([rows for _, rows in chunks(lazy)]).view(lazy.shape),
+            lambda lazy: torch.cat([rows for _, rows in out.chunks(lazy)]).view(lazy.shape),
             [{**group, "params": []} for group in optimizer.groups],
             test_type=is_lazy,
         )
@@ -264,7 +259,7 @@ def write_universal(contents: CheckpointContents, out: Output, _: int) -> None:
         return write_file(path / "optimizer_state.pt", lambda sink: torch.save(state, sink), to_disk=True)
 
     out.add(f"{_TAG}/zero", parameters, write_parameters)
-    out.add_bytes(UNIVERSAL_TAG_FILE, lambda sink: sink.write(_TAG.encode()))
+    out.add_file(UNIVERSAL_TAG_FILE, lambda sink: sink.write(_TAG.encode()))
     adam = CheckpointContents(form="", models=[weights], optimizers=[optimizer])
     out.tensors = dict(adam.tensors())
 
