@@ -117,7 +117,10 @@ def notebook_launcher(
     if not str(use_port).isdigit():
         raise SettingsError(f"notebook_launcher(use_port={use_port!r}): expected the number of a port.")
     kind = CPU if from_environ(environ.read()).process.use_cpu else available_kind()
-    count = device_count(kind.module) if num_processes is None else num_processes
+    found = getattr(kind.module, "device_count", None)  # initialises no device
+    count = num_processes
+    if count is None:
+        count = 1 if found is None else max(1, found())
     for name, value, least in (
         ("num_processes", count, 1),
         ("num_nodes", num_nodes, 1),
@@ -258,11 +261,6 @@ def launch(
         )
     if done.returncode:
         raise WorkerFailedError(f"`accel launch {script}` ended with exit code {done.returncode}.")
-
-
-def device_count(module: Any) -> int:
-    """Return the number of accelerators, without initialising one."""
-    return max(1, module.device_count()) if hasattr(module, "device_count") else 1
 
 
 def _fork(

@@ -1,4 +1,7 @@
-"""Integration with Ray Train's `TorchTrainer`: report checkpoints, resume from them, read Ray Data."""
+"""Integration with Ray Train's `TorchTrainer`: report checkpoints, resume from them, read Ray Data.
+
+Every function raises `MissingDependencyError` without Ray Train, and `SettingsError` outside a worker of it.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,6 @@ def report(
         metrics: Values by name, without tensors; Ray Train keeps the values of the main process.
         checkpoint: The folder that `save_state` has returned; None to report metrics alone.
 
-    Raises:
-        MissingDependencyError: Ray Train is not installed.
-        SettingsError: This process is not a Ray Train worker.
-
     Example:
         >>> report(Accelerator(), {"loss": 1.0})  # doctest: +SKIP
     """
@@ -59,10 +58,6 @@ def load_state(accelerator: Accelerator) -> bool:
 
     Returns:
         Whether there was one; False in a new run.
-
-    Raises:
-        MissingDependencyError: Ray Train is not installed.
-        SettingsError: This process is not a Ray Train worker.
 
     Example:
         >>> load_state(Accelerator())  # doctest: +SKIP
@@ -89,8 +84,7 @@ def shard_loader(accelerator: Accelerator, name: str = "train", **options: Any) 
         **options: Passed to `iter_torch_batches`, such as `batch_size=32`.
 
     Raises:
-        MissingDependencyError: Ray Train is not installed.
-        SettingsError: This process is not a Ray Train worker, or it has no dataset of that name.
+        SettingsError: The trainer has no dataset of that name.
 
     Example:
         >>> for batch in shard_loader(Accelerator(), batch_size=8):  # doctest: +SKIP

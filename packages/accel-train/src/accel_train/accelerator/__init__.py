@@ -270,7 +270,9 @@ class Accelerator(RankMethods):
         self.device_placement = device_placement
         self.dataloader_config = build.resolve_dataloading(dataloader_config, split_batches)
         self.rng_types = build.check_rng_types(rng_types)
-        project = build.resolve_project(project_config, project_dir)
+        project = project_config or ProjectConfiguration(project_dir=project_dir)
+        if project_dir is not None and project.project_dir is None:
+            project.set_directories(project_dir)
         compiler = build.resolve_compiler(dynamo_backend, dynamo_plugin)
         trackers = TrackerSession(log_with, project.logging_dir, on_error=on_tracker_error)
         build.check_scheduler_clock(step_scheduler_per, step_with_optimizer=step_scheduler_with_optimizer)
@@ -278,9 +280,10 @@ class Accelerator(RankMethods):
         self.step_scheduler_per = step_scheduler_per
         tiling = TilingKwargs()  # from the environment, if no handler was given
         # 2. Choose the plugins; their settings override the environment.
-        plugins = find_plugins(
-            requested_plugins, build.earlier_plugins(), settings, selected and selected.sections
-        )
+        earlier = AcceleratorState._shared_state  # of an earlier `Accelerator` of this process
+        known = {name: earlier.get(name) for name in requested_plugins}
+        known["deepspeed_plugin"] = earlier.get("deepspeed_plugins")  # all of them by name
+        plugins = find_plugins(requested_plugins, known, settings, selected and selected.sections)
         accumulation = build.resolve_accumulation(
             gradient_accumulation_steps, gradient_accumulation_plugin, settings, plugins
         )
@@ -400,7 +403,8 @@ class Accelerator(RankMethods):
             >>> Accelerator(cpu=True).fp8_backend.value
             'NO'
         """
-        return FP8BackendType(self._parts.fp8_backend)
+        recipe = self._parts.recipe
+        return FP8BackendType("NO" if recipe is None else recipe.backend)
 
     @property
     def fp8_enabled(self) -> bool:

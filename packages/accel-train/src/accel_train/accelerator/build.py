@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.ddp import DistributedDataParallelKwargs
@@ -19,7 +18,6 @@ from accel_plugins.kwargs import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
-    ProjectConfiguration,
     ReplicaSyncKwargs,
     TilingKwargs,
     TorchDynamoPlugin,
@@ -129,11 +127,6 @@ class Parts:
     trackers: TrackerSession
     meter: StepMeter | None
     preemption: Preemption | None
-
-    @property
-    def fp8_backend(self) -> str:
-        """The library of FP8 matrix multiplication; `"NO"` without FP8."""
-        return self.recipe.backend if self.recipe else "NO"
 
 
 def merge_plugins(deepspeed_plugins: Any, plugins: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,17 +261,6 @@ def check_rng_types(rng_types: Sequence[str | RNGType] | None) -> list[str | RNG
     return types
 
 
-def resolve_project(
-    project: ProjectConfiguration | None, project_dir: str | Path | None
-) -> ProjectConfiguration:
-    """Return the project's directories."""
-    if project is None:
-        return ProjectConfiguration(project_dir=project_dir)
-    if project_dir is not None and project.project_dir is None:
-        project.set_directories(project_dir)
-    return project
-
-
 def resolve_compiler(
     backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
 ) -> TorchDynamoPlugin:
@@ -300,14 +282,6 @@ def check_scheduler_clock(step_per: StepPer | None, *, step_with_optimizer: bool
             f"Accelerator(step_scheduler_per={step_per!r}, step_scheduler_with_optimizer=False): "
             "without the optimizer, every call of step() is one step of the schedule. Remove one of the two."
         )
-
-
-def earlier_plugins() -> dict[str, Any]:
-    """Return the plugins of an earlier `Accelerator` of this process, by argument."""
-    shared = AcceleratorState._shared_state
-    names = {engine.argument: engine.argument for engine in ENGINES}
-    names["deepspeed_plugin"] = "deepspeed_plugins"  # the state keeps all of them by name
-    return {argument: shared.get(name) for argument, name in names.items()}
 
 
 def resolve_accumulation(

@@ -285,15 +285,15 @@ class RowSplit:
             part = None
             if last > first:
                 real = min(max(rows - first, 0), last - first) if padded else None
-                part = BatchWithMeta(self._slice(batch, tree, slice(first, last), rank), real, rows)
+                own = slice(first, last)
+                if self.slice_fn is None:
+                    sliced = select_rows(batch, tree, own)
+                else:
+                    sliced = self.slice_fn(batch, own, process_index=rank, num_processes=self.num_processes)
+                part = BatchWithMeta(sliced, real, rows)
             loaded_batches.append(part)
             first = last
         return loaded_batches
-
-    def _slice(self, batch: Any, tree: Any, rows: slice, rank: int) -> Any:
-        if self.slice_fn is None:
-            return select_rows(batch, tree, rows)
-        return self.slice_fn(batch, rows, process_index=rank, num_processes=self.num_processes)
 
 
 @frozen

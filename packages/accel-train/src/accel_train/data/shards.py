@@ -499,7 +499,10 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's samples."""
         plan, info = self.plan, get_worker_info()
-        self._follow_epoch(in_worker=info is not None)
+        if info is not None and self._epoch >= 0:
+            set_epoch_of(self.dataset, self.epoch)
+        if not self.starts:  # else the loader has set the generator
+            self.seed_with_epoch()
         start = self.starts[0 if info is None else info.id] if self.starts else 0
         for own, real, in_round in plan.deal(*_open(self.dataset, start, plan.stride if plan.pads else 0)):
             samples = own
@@ -509,13 +512,6 @@ class IterableDatasetShard(IterableDataset[Any]):
                 marked = [PaddedSample(sample, len(in_round), is_padding) for sample in own[first:]]
                 samples = own[:first] + marked
             yield from samples
-
-    def _follow_epoch(self, *, in_worker: bool) -> None:
-        """In a worker, set the dataset's epoch, or seed its generator with the epoch."""
-        if in_worker and self._epoch >= 0:
-            set_epoch_of(self.dataset, self.epoch)
-        if not self.starts:  # else the loader has set the generator
-            self.seed_with_epoch()
 
     def seed_with_epoch(self) -> None:
         """Seed the dataset's generator with the epoch, for the same order on all ranks."""
