@@ -224,9 +224,8 @@ def indexed_datasets(
 def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config: type) -> dict[str, Any]:
     """Return the options of data sets under megatron-core's names."""
     known = {field.name for field in fields(config)}
-    requested = {
-        _RENAMED.get(name, name): value for name, value in options.items() if name != "micro_batch_size"
-    }
+    requested = {_RENAMED.get(name, name): value for name, value in options.items()}
+    requested.pop("micro_batch_size", None)
     paths, tokenizer = requested.pop("data_path", None), requested.pop("tokenizer", None)
     for name, value in requested.items():
         if name not in known:
@@ -243,18 +242,14 @@ def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config
     eod = -1 if end is None else int(end)
     if plugin.eod_mask_loss and eod < 0:
         raise SettingsError(
-            "MegatronLMPlugin(eod_mask_loss=True): which token ends a document is not known: give "
-            "MegatronLMDummyDataLoader a tokenizer that has one, or leave it out."
+            "MegatronLMPlugin(eod_mask_loss=True): give MegatronLMDummyDataLoader a tokenizer whose "
+            "end-of-sequence token ends documents."
         )
-    kind = "none" if tokenizer is None else type(tokenizer).__name__
+    name = str(getattr(tokenizer, "name_or_path", "none" if tokenizer is None else type(tokenizer).__name__))
     documents = SimpleNamespace(  # read by megatron-core; cached indices depend on the identifiers
         vocab_size=None if tokenizer is None else len(tokenizer),
         eod=eod,
-        unique_identifiers={
-            "class": "tokenizer",
-            "name": str(getattr(tokenizer, "name_or_path", kind)),
-            "eod": eod,
-        },
+        unique_identifiers={"class": "tokenizer", "name": name, "eod": eod},
     )
     return {
         "random_seed": 1234,

@@ -171,9 +171,10 @@ class MegatronEngine(nn.Module):
         """
         # 1. Check the batch, and prepare megatron-core's configuration for the schedule.
         parts = self._micro_batches(args, batch)
-        self._check_trainable(forward_only, accumulation)
-        if not forward_only and self._is_reduced:
-            self.discard()
+        if not forward_only:
+            self._check_trainable(accumulation)
+            if self._is_reduced:
+                self.discard()
         config = self.transformer_config
         # A global of megatron-core that selects the schedule; models of one process may differ in it.
         core("parallel_state").set_virtual_pipeline_model_parallel_world_size(
@@ -221,13 +222,11 @@ class MegatronEngine(nn.Module):
         self.samples = 0
         self._is_reduced = False
 
-    def _check_trainable(self, forward_only: bool, accumulation: int) -> None:
-        if forward_only:
-            return
+    def _check_trainable(self, accumulation: int) -> None:
         if self.optimizer is None:
             raise SettingsError(
-                "This model was prepared without an optimizer: Megatron trains models that are prepared in "
-                "one call with theirs, as in prepare(model, optimizer)."
+                "This model was prepared without an optimizer: prepare both in one call, as in "
+                "prepare(model, optimizer)."
             )
         if accumulation > 1 and self.plugin.calculate_per_token_loss:
             raise SettingsError(
@@ -237,43 +236,36 @@ class MegatronEngine(nn.Module):
 
     def _micro_batches(self, args: Sequence[Any], batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Check a batch, and cut it into micro-batches."""
-        # 1. Check its form and number of samples.
+        # 1. Check its form, its number of samples, and the lengths of its sequences.
         if args or not batch:
             raise SettingsError("Megatron's engine takes a batch by name: call model(**batch).")
-        number, plugin = self.plugin.num_micro_batches or 1, self.plugin
-        sequences = self._sequences(batch)
+        number, sequences = self.plugin.num_micro_batches or 1, self._sequences(batch)
         rows = len(next(iter(sequences.values()), ()))
         if rows % number or not rows:
             raise SettingsError(
                 f"A batch of {rows} samples cannot be divided into num_micro_batches={number}: make the "
-                "batch size a multiple of it, leave out the last batch (drop_last=True), or complete it "
-                "(even_batches=True of DataLoaderConfiguration)."
-            )
-        # 2. Check the lengths of its sequences.
-        lengths = {name: tokens.shape[1] for name, tokens in sequences.items()}
-        longest = max((length for name, length in lengths.items() if name in _SEQUENCES), default=0)
-        if self.positions is not None and longest > self.positions:
-            raise SettingsError(
-                f"Sequences of {longest} tokens are too long: {type(self.source).__name__} has "
-                f"{self.positions} positions. Truncate them."
+                "batch size a multiple of it, or leave out the last batch (drop_last=True)."
             )
         tensor, context = self.groups.tensor, self.groups.context
-        size, what = 1, f"tp_degree={tensor}, as sequence_parallelism does"
-        if self.transformer_config.sequence_parallel:
-            size = tensor
+        size, what = (tensor if self.transformer_config.sequence_parallel else 1), f"tp_degree={tensor}"
         if context > 1:  # Each rank has two chunks, which sequence parallelism divides.
             size, what = 2 * context * size, f"twice context_parallel_size={context}"
-        length = next((length for length in lengths.values() if length % size), None)
-        if length is not None:
-            raise SettingsError(
-                f"Sequences of {length} tokens cannot be divided by {what}: pad them to a multiple of "
-                f"{size} (pad_to_multiple_of), or leave it out."
-            )
-        # 3. Check tokens against the vocabulary, without a device sync; the user's code may read any tensor.
+        for name, length in ((name, tokens.shape[1]) for name, tokens in sequences.items()):
+            if self.positions is not None and name in _SEQUENCES and length > self.positions:
+                raise SettingsError(
+                    f"Sequences of {length} tokens are too long: {type(self.source).__name__} has "
+                    f"{self.positions} positions. Truncate them."
+                )
+            if length % size:
+                raise SettingsError(
+                    f"Sequences of {length} tokens cannot be divided by {what}: pad them to a multiple of "
+                    f"{size} (pad_to_multiple_of)."
+                )
+        # 2. Check tokens against the vocabulary, without a device sync; the user's code may read any tensor.
         vocabulary: int = getattr(self.config, "vocab_size", None) or 0
-        custom = plugin.custom_get_batch_function, plugin.custom_train_step_class
-        is_known = "input_ids" in batch and vocabulary > 0 and self.family is not None
-        for name in _TOKENS if is_known and custom == (None, None) else ():
+        has_own_code = self.plugin.custom_get_batch_function or self.plugin.custom_train_step_class
+        is_known = "input_ids" in batch and vocabulary > 0 and self.family is not None and not has_own_code
+        for name in _TOKENS if is_known else ():
             tokens = batch.get(name)
             if tokens is None or tokens.ndim < 2 or tokens.is_floating_point():  # Labels may be of classes.
                 continue
@@ -283,14 +275,14 @@ class MegatronEngine(nn.Module):
                 (is_valid | (tokens == IGNORED) if ignored else is_valid).all(),
                 f"{name} has tokens that the vocabulary, from 0 to {vocabulary - 1}{ignored}, does not have.",
             )
-        # 4. Cut it.
+        # 3. Cut it.
         each = rows // number
         return [
             {
-                name: value[i * each : (i + 1) * each] if isinstance(value, Tensor) and value.ndim else value
+                name: value[start : start + each] if isinstance(value, Tensor) and value.ndim else value
                 for name, value in batch.items()
             }
-            for i in range(number)
+            for start in range(0, rows, each)
         ]
 
     def _sequences(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -299,18 +291,17 @@ class MegatronEngine(nn.Module):
         Activations sent between pipeline stages have the length of the first one.
         """
         tensors = {
-            name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim > 1
+            name: value for name, value in batch.items() if isinstance(value, Tensor) and value.ndim > 1
         }
         has_decoder = self.family is not None and self.family.kind == "t5"
         names = (*_SEQUENCES, "labels") if has_decoder else _SEQUENCES
-        named = {name: tensors[name] for name in names if name in tensors}
-        if named or self.groups.pipeline == 1:
-            return named or tensors
-        widths = ", ".join(f"{name} of {tensor.shape[1]}" for name, tensor in tensors.items())
-        if len({tensor.shape[1] for tensor in tensors.values()}) > 1:
+        if named := {name: tensors[name] for name in names if name in tensors}:
+            return named
+        if self.groups.pipeline > 1 and len({tensor.shape[1] for tensor in tensors.values()}) > 1:
+            widths = ", ".join(f"{name} of {tensor.shape[1]}" for name, tensor in tensors.items())
             raise SettingsError(
-                f"The batch has {widths}: which of them are the sequences, whose length pipeline stages "
-                "expect, is not known. Call those input_ids, and rename them by a custom_get_batch_function."
+                f"The batch has {widths}, of which one is the length that pipeline stages expect: call it "
+                "input_ids, and rename it by a custom_get_batch_function."
             )
         return tensors
 
@@ -346,11 +337,9 @@ def _broadcast_last(tensor: Tensor | None, source: int, group: Any, device: torc
     if about[0] is None:
         return None
     shape, dtype = about[0]
-    if tensor is None:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-    tensor = tensor.contiguous()
-    dist.broadcast(tensor, group_src=source, group=group)
-    return tensor
+    result = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.contiguous()
+    dist.broadcast(result, group_src=source, group=group)
+    return result
 
 
 def _scaled_step(
@@ -395,7 +384,7 @@ _TRAIN_STEPS: dict[str, Callable[..., AbstractTrainStep]] = {
 }
 
 
-def check_train_step(plugin: Any) -> None:
+def check_train_step(plugin: MegatronLMPlugin) -> None:
     """Refuse a model that is described, but has no train step."""
     kind = plugin.megatron_lm_default_args.get("model_type_name")
     if plugin.custom_train_step_class is None and kind not in _TRAIN_STEPS:
@@ -405,7 +394,7 @@ def check_train_step(plugin: Any) -> None:
         )
 
 
-def train_step_of(plugin: Any, context: Any) -> AbstractTrainStep:
+def train_step_of(plugin: MegatronLMPlugin, context: TrainStepContext) -> AbstractTrainStep:
     """Build the train step of a run."""
     own, args = plugin.custom_train_step_class, plugin.namespace()
     if own is not None:

@@ -86,6 +86,23 @@ class TokenTrainStep(_BatchTrainStep):
         own = accelerator.state.megatron_lm_plugin.custom_loss_function
         return own if own is not None else partial(token_loss, per_token=self.per_token)
 
+    def get_forward_step_func(self) -> Callable[..., Any]:
+        """Return the forward step."""
+
+        def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[..., Any]]:
+            inputs, named, labels, loss_mask = self._arguments(self.get_batch(data_iterator))
+            if self.return_logits:
+                output = with_losses(model, model(*inputs), labels)
+            else:
+                output = model(*inputs, **named)
+            return output, partial(self.loss_func, loss_mask)
+
+        return forward_step
+
+    @abstractmethod
+    def _arguments(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], Tensor, Tensor]:
+        """Return the model's inputs, its labels by name, the labels and the mask of the loss."""
+
 
 class GPTTrainStep(TokenTrainStep):
     """The train step of decoders: the loss of the next token.
@@ -118,19 +135,9 @@ class GPTTrainStep(TokenTrainStep):
         mask = batch.get("attention_mask")
         return batch["tokens"], batch["labels"], batch["loss_mask"], mask, batch["position_ids"]
 
-    def get_forward_step_func(self) -> Callable[..., Any]:
-        """Return the forward step."""
-
-        def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[..., Any]]:
-            batch = own_chunks(self.get_batch(data_iterator))
-            tokens, labels, loss_mask, attention_mask, position_ids = batch
-            if not self.return_logits:
-                output = model(tokens, position_ids, attention_mask, labels=labels)
-            else:
-                output = with_losses(model, model(tokens, position_ids, attention_mask), labels)
-            return output, partial(self.loss_func, loss_mask)
-
-        return forward_step
+    def _arguments(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], Tensor, Tensor]:
+        tokens, labels, loss_mask, attention_mask, position_ids = own_chunks(batch)
+        return (tokens, position_ids, attention_mask), {"labels": labels}, labels, loss_mask
 
 
 def token_loss(loss_mask: Tensor, output_tensor: Any, *, per_token: bool) -> tuple[Any, ...]:
@@ -405,19 +412,10 @@ class T5TrainStep(TokenTrainStep):
         masked = (attention_mask < 0.5).to(device)
         return masked.unsqueeze(1).expand(-1, dec_seq_length, -1)
 
-    def get_forward_step_func(self) -> Callable[..., Any]:
-        """Return the forward step."""
-
-        def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[..., Any]]:
-            tokens, decoder_tokens, loss_mask, labels, *masks = self.get_batch(data_iterator)
-            inputs = (tokens, decoder_tokens, *(mask.unsqueeze(1) for mask in masks))
-            if self.return_logits:
-                output = with_losses(model, model(*inputs), labels)
-            else:
-                output = model(*inputs, lm_labels=labels)
-            return output, partial(self.loss_func, loss_mask)
-
-        return forward_step
+    def _arguments(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], Tensor, Tensor]:
+        tokens, decoder_tokens, loss_mask, labels, *masks = batch
+        inputs = (tokens, decoder_tokens, *(mask.unsqueeze(1) for mask in masks))
+        return inputs, {"lm_labels": labels}, labels, loss_mask
 
     def _read(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]:
         batch = next(data_iterator)
