@@ -283,24 +283,28 @@ def _gpt2_weights(config: Any) -> list[Weight]:
     ]
 
 
-def _check_gpt2(config: Any) -> None:
-    wrong = [
-        f"{name}={getattr(config, name)!r}"
-        for name, needed in (
-            ("scale_attn_weights", True),
-            ("scale_attn_by_inverse_layer_idx", False),
-            ("add_cross_attention", False),
-        )
-        if getattr(config, name, needed) != needed
-    ]
-    if config.activation_function not in ACTIVATIONS:
-        wrong.append(f"activation_function={config.activation_function!r} (it has {', '.join(ACTIVATIONS)})")
-    if config.embd_pdrop != config.resid_pdrop:
-        wrong.append(
-            f"embd_pdrop={config.embd_pdrop!r} beside resid_pdrop={config.resid_pdrop!r} (one serves both)"
-        )
+def _refuse(name: str, wrong: Sequence[str]) -> None:
     if wrong:
-        raise UnsupportedError(f"megatron-core does not compute a GPT-2 with {', '.join(wrong)}.")
+        raise UnsupportedError(
+            f"The row of {name} for Megatron has no {', '.join(wrong)}: shard the model by FSDP, or by "
+            "parallelism_config_tp_size."
+        )
+
+
+def _others(config: Any, needed: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a configuration that differ from the only supported value, with theirs."""
+    present = {name: getattr(config, name, value) for name, value in needed.items()}
+    return [f"{name}={value!r}" for name, value in present.items() if value != needed[name]]
+
+
+def _check_gpt2(config: Any) -> None:
+    needed = {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+    needed |= {"scale_attn_weights": True, "embd_pdrop": config.resid_pdrop}  # One dropout serves both.
+    activation = config.activation_function
+    _refuse(
+        "GPT-2",
+        _others(config, needed) + [f"activation_function={activation!r}"] * (activation not in ACTIVATIONS),
+    )
 
 
 GPT2 = ModelFamily(
@@ -381,24 +385,17 @@ _LLAMA_3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_
 
 
 def _check_llama(config: Any) -> None:
-    wrong = [f"{name}=True" for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)]
-    if config.hidden_act not in {"silu", "swish"}:
-        wrong.append(f"hidden_act={config.hidden_act!r}")
     rope = _rope(config)
     kind = _rope_type(rope)
+    wrong = _others(config, {"attention_bias": False, "mlp_bias": False})
+    if config.hidden_act not in {"silu", "swish"}:
+        wrong.append(f"hidden_act={config.hidden_act!r}")
     if kind not in {"default", "llama3"}:
         wrong.append(f"rope_type={kind!r}")
-    if kind == "llama3":
-        wrong += [
-            f"{name}={rope.get(name)!r} of rope_type='llama3' (megatron-core computes {value})"
-            for name, value in _LLAMA_3.items()
-            if rope.get(name) != value
-        ]
-    if wrong:
-        raise UnsupportedError(
-            f"The row of Llama for Megatron has no {', '.join(wrong)}: shard the model by FSDP, or by "
-            "parallelism_config_tp_size."
-        )
+    for name, value in _LLAMA_3.items() if kind == "llama3" else ():
+        if rope.get(name) != value:
+            wrong.append(f"{name}={rope.get(name)!r} of rope_type='llama3' (megatron-core computes {value})")
+    _refuse("Llama", wrong)
 
 
 LLAMA = ModelFamily(
@@ -478,15 +475,10 @@ def _bert_weights(config: Any) -> list[Weight]:
 
 
 def _check_bert(config: Any) -> None:
-    wrong: list[str] = []
+    wrong = _others(config, {"position_embedding_type": "absolute", "is_decoder": False})
     if config.hidden_act not in ACTIVATIONS:
-        wrong.append(f"hidden_act={config.hidden_act!r} (it has {', '.join(ACTIVATIONS)})")
-    if getattr(config, "position_embedding_type", "absolute") != "absolute":
-        wrong.append(f"position_embedding_type={config.position_embedding_type!r}")
-    if getattr(config, "is_decoder", False):
-        wrong.append("is_decoder=True")
-    if wrong:
-        raise UnsupportedError(f"The row of BERT for Megatron has no {', '.join(wrong)}.")
+        wrong.append(f"hidden_act={config.hidden_act!r}")
+    _refuse("BERT", wrong)
 
 
 BERT = ModelFamily(
@@ -500,12 +492,7 @@ BERT = ModelFamily(
     check=_check_bert,
 )
 
-_T5_ACTIVATIONS: dict[str, Any] = {
-    "relu": relu,
-    "gelu": gelu,
-    "gelu_new": partial(gelu, approximate="tanh"),
-    "silu": silu,
-}
+_T5_ACTIVATIONS: dict[str, Any] = {**ACTIVATIONS, "relu": relu, "silu": silu}
 
 
 def _t5_config(config: Any) -> dict[str, Any]:
@@ -578,10 +565,7 @@ def _t5_weights(config: Any) -> list[Weight]:
 
 def _check_t5(config: Any) -> None:
     if config.dense_act_fn not in _T5_ACTIVATIONS:
-        raise UnsupportedError(
-            f"The row of T5 for Megatron has no feed_forward_proj={config.feed_forward_proj!r} (it has "
-            f"{', '.join(_T5_ACTIVATIONS)})."
-        )
+        _refuse("T5", [f"feed_forward_proj={config.feed_forward_proj!r}"])
 
 
 T5 = ModelFamily(

@@ -427,17 +427,7 @@ def gather_chunks(tensor: Tensor) -> Tensor:
         return tensor
     gather = core("tensor_parallel.mappings").gather_from_sequence_parallel_region
     chunks = gather(tensor.contiguous(), group=group).chunk(2 * group.size())
-    return torch.cat([chunks[position] for position in positions(group.size())])
-
-
-def positions(size: int) -> list[int]:
-    """Return the position of each chunk of a sequence in the gathered chunks, which are in rank order.
-
-    Example:
-        >>> positions(2)  # rank 0 has the first and the last
-        [0, 2, 3, 1]
-    """
-    return [2 * chunk for chunk in range(size)] + [2 * chunk + 1 for chunk in reversed(range(size))]
+    return torch.cat([*chunks[::2], *reversed(chunks[1::2])])  # Each rank has one from either end.
 
 
 def sum_over_context(value: Tensor) -> Tensor:
