@@ -113,6 +113,27 @@ def test_two_ranks_end_like_one_process(stage):
                     assert accelerator.distributed_type == "DEEPSPEED"
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@distributed(world_size=WORLD)
+def test_zero_grad_before_the_step_changes_nothing(stage):
+    """As in Accelerate, where `backward` has stepped by then."""
+    with deepspeed_process():
+        right, _ = plainly()
+        with accelerator_of(DeepSpeedPlugin(zero_stage=stage)) as accelerator:
+            model = make_model()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+            model, optimizer, scheduler, loader = accelerator.prepare(
+                model, optimizer, scheduler, make_loader()
+            )
+            for inputs, targets in loader:
+                accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+                optimizer.zero_grad()
+                optimizer.step()
+                scheduler.step()
+            assert_equal(accelerator, model, right)
+
+
 @pytest.mark.parametrize(
     ("stage", "offload"),
     [
