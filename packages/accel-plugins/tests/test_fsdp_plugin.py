@@ -159,6 +159,17 @@ def test_version_1_finds_its_prefetching():
     )
 
 
+def test_gradients_are_reduced_in_the_dtype_of_parameters_unless_another_one_is_given(caplog):
+    plugin = make(mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert plugin.mixed_precision_policy.reduce_dtype is torch.bfloat16
+    assert "reduce_dtype=torch.bfloat16" in caplog.text
+    caplog.clear()
+    for given in ({"reduce_dtype": torch.float32, "param_dtype": torch.bfloat16}, {}):
+        policy = MixedPrecisionPolicy(**given)
+        assert make(mixed_precision_policy=policy).mixed_precision_policy == policy
+    assert not caplog.text
+
+
 def test_a_precision_is_a_policy_unless_there_is_one():
     plugin = make()
     plugin.set_mixed_precision("no")

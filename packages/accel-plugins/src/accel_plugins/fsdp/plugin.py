@@ -173,6 +173,15 @@ class FullyShardedDataParallelPlugin:
         if self.mixed_precision_policy is not None:
             self.mixed_precision_policy = policy_of(self.mixed_precision_policy, self.version)
             self.validate_mixed_precision_policy()
+            policy: Any = self.mixed_precision_policy
+            if self.version == 2 and policy.param_dtype is not None and policy.reduce_dtype is None:
+                # torch 2.15 would reduce in the dtype of the gradients, earlier versions in this one.
+                self.mixed_precision_policy = replace(policy, reduce_dtype=policy.param_dtype)
+                logger.warning(
+                    "FullyShardedDataParallelPlugin: mixed_precision_policy has no reduce_dtype, and gradients "
+                    "are reduced with reduce_dtype=%s, its param_dtype. Set reduce_dtype to choose another.",
+                    policy.param_dtype,
+                )
         if self.version == 2 and self.param_init_fn is not None:
             raise SettingsError(
                 f"{self._field_of('param_init_fn')} with fsdp_version=2: materialise the model on rank 0 and "
