@@ -178,7 +178,7 @@ class FullyShardedDataParallelPlugin:
                 # torch 2.15 would reduce in the dtype of the gradients, earlier versions in this one.
                 self.mixed_precision_policy = replace(policy, reduce_dtype=policy.param_dtype)
                 logger.warning(
-                    "FullyShardedDataParallelPlugin: its mixed_precision_policy has no reduce_dtype: gradients "
+                    "FullyShardedDataParallelPlugin: mixed_precision_policy has no reduce_dtype, gradients "
                     "are reduced with reduce_dtype=%s, its param_dtype. Set reduce_dtype to choose another.",
                     policy.param_dtype,
                 )
