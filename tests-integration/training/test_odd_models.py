@@ -443,7 +443,7 @@ SEVERAL = "has trained parameters of several dtypes in one block: 'extra' in tor
 @pytest.mark.parametrize(
     ("strategy", "shape", "dtype", "text"),
     [
-        ("fsdp2", (0, 4), torch.float32, r"'extra' of shape \(0, 4\) has no elements to shard"),
+        ("fsdp2", (0, 4), torch.float32, r"'extra' of shape \(0, 4\) has no dim or no elements"),
         ("fsdp2", (2, 2), torch.complex64, SEVERAL + "complex64"),
         ("fsdp2", (2, 2), torch.float64, SEVERAL + "float64"),
         ("fsdp1", (), torch.float32, r"FSDP1 cannot shard WithParameter.* scalar parameters. Change extra"),

@@ -523,7 +523,7 @@ def test_bad_input_is_one_error_on_every_rank():
         accelerator.prepare(odd)
     flat = nn.Linear(2, 2)
     flat.temperature = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(SettingsError, match=r"'temperature' is a scalar and has no dim"):
+    with pytest.raises(SettingsError, match=r"'temperature' of shape \(\) has no dim"):
         accelerator.prepare(flat)
 
 

@@ -459,8 +459,8 @@ def convert_outputs_to_fp32(model_forward: Callable[P, T]) -> Callable[P, T]:
 
 def is_dtensor(value: object) -> bool:
     """Return whether a value is a `DTensor`."""
-    module = sys.modules.get("torch.distributed.tensor")  # there is no DTensor before this import
-    return module is not None and isinstance(value, module.DTensor)
+    # There is no DTensor before this import.
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
     of_strategy: Any = strategy
     of_state: Any = state
     train, run_stage = pipeline.train, pipeline.run_stage
-    cut, names_of = strategy.StageCutter.__call__, ModelNames.of
+    cut, names_of = strategy.PipelineStrategy.shard_in_place, ModelNames.of
     stage: list[int] = []
 
     def note_names(model: nn.Module, layout: Layout) -> ModelNames:
@@ -39,9 +39,9 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
             recorder.full_models[model] = full_models[id(names)] = copy.deepcopy(model)
         return names
 
-    def cut_and_copy(self: strategy.StageCutter, model: nn.Module) -> None:
+    def cut_and_copy(self: strategy.PipelineStrategy, model: nn.Module) -> None:
         cut(self, model)
-        made = self.models[model].pipeline
+        made = self.pipelines[model]
         policy: Any = None if self.full is None else self.full.plugin.mixed_precision_policy
         with recorder.paused():
             copies[made] = copy.deepcopy(recorder.full_models[model])
@@ -94,7 +94,7 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
 
     pipeline.probe, pipeline.evaluate = probe, evaluate
     pipeline.train, pipeline.run_stage = run_schedule, run_one_stage
-    strategy.StageCutter.__call__ = cut_and_copy
+    strategy.PipelineStrategy.shard_in_place = cut_and_copy
     of_strategy.norm_of = within_stage(of_strategy.norm_of)
     ModelNames.of = note_names  # pyright: ignore[reportAttributeAccessIssue] - called by the class's name
     of_state.all_gather_objects = lambda obj, group: [obj] * group.size()

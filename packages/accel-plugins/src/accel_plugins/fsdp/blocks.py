@@ -7,15 +7,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from copy import copy
 from functools import partial, wraps
 from importlib import import_module
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
 from accel_ops.modules import get_module_children_bottom_up, unbound_forward
@@ -34,56 +34,26 @@ LEAVES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.Module]]:
-    """Find a model's module classes by name; without names, those in the model's `_no_split_modules`.
-
-    Example:
-        >>> classes_named(nn.Sequential(nn.Linear(1, 1)), ["Linear"])
-        {<class 'torch.nn.modules.linear.Linear'>}
-    """
-    wanted = [*(names or ())]
-    declared = not wanted
-    if declared:
-        wanted = sorted(
-            {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-        )
-    if not wanted:
-        raise SettingsError(
-            f"auto_wrap_policy='transformer_based_wrap': {type(model).__name__} has no _no_split_modules "
-            "with the classes of its blocks. Pass them in transformer_cls_names_to_wrap."
-        )
+    """Find a model's module classes by name; without names, those in the model's `_no_split_modules`."""
+    declared = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    wanted = [*(names or sorted(declared))]
     classes: dict[str, set[type[nn.Module]]] = {}
     for module in model.modules():
         classes.setdefault(type(module).__name__, set()).add(type(module))
     missing = [name for name in wanted if name not in classes]
-    if missing and not declared:
+    if names and missing:
         hint = did_you_mean(missing[0], classes, f"it has {', '.join(sorted(classes))}.")
         raise SettingsError(
             f"transformer_cls_names_to_wrap={wanted!r}: {type(model).__name__} has no module of a class "
             f"{missing[0]!r}; {hint}"
         )
-    classes_to_wrap = {kind for name in wanted for kind in classes.get(name, ())}
-    if not classes_to_wrap:
+    if len(missing) == len(wanted):
         raise SettingsError(
             f"auto_wrap_policy='transformer_based_wrap': {type(model).__name__} has no module of the classes "
             f"{wanted} of its _no_split_modules. Pass the classes of its blocks in "
             "transformer_cls_names_to_wrap."
         )
-    return classes_to_wrap
-
-
-def transformer_policy(classes: set[type[nn.Module]], version: int) -> Callable[..., Any]:
-    """Return a wrap policy that selects modules of given classes, for FSDP version 1 or 2."""
-    if version == 1:
-        return partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
-    kinds = tuple(classes)
-    return lambda module: isinstance(module, kinds)
-
-
-def size_policy(least: int, version: int) -> Callable[..., Any]:
-    """Return a wrap policy that selects modules by their number of parameters, for FSDP version 1 or 2."""
-    if version == 1:
-        return partial(size_based_auto_wrap_policy, min_num_params=least)
-    return SizePolicy(least)
+    return {kind for name in wanted for kind in classes.get(name, ())}
 
 
 class SizePolicy:
@@ -125,12 +95,9 @@ def fsdp2_prepare_auto_wrap_policy(
     Raises:
         SettingsError: The model has no module of a class to wrap.
     """
-    policy = fsdp2_plugin.auto_wrap_policy
-    if policy == "transformer_based_wrap":
-        return transformer_policy(classes_named(model, fsdp2_plugin.transformer_cls_names_to_wrap), 2)
-    if policy == "size_based_wrap":
-        return size_policy(fsdp2_plugin.min_num_params or 0, 2)
-    return policy if callable(policy) else None
+    plugin = copy(fsdp2_plugin)
+    plugin.set_auto_wrap_policy(model)
+    return cast("Any", plugin.auto_wrap_policy)
 
 
 def blocks(
@@ -202,15 +169,9 @@ FIRST_VERSION = "2.2"
 
 
 def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
-    """Return the activation checkpointing function for a module, such as `torch.utils.checkpoint.checkpoint`.
+    """Return torch's activation checkpointing function; for layers of TransformerEngine, that library's own.
 
-    Layers of TransformerEngine have to be recomputed within its autocast and with the scales of the forward
-    pass, as `transformer_engine.pytorch.checkpoint` does.
-
-    Example:
-        >>> layer = torch.nn.Linear(1, 1)
-        >>> checkpoint_function(layer)(layer, torch.ones(1, 1)).shape
-        torch.Size([1, 1])
+    They have to be recomputed within its autocast and with the scales of the forward pass.
     """
     if not has_te_modules(module):
         return partial(checkpoint, use_reentrant=False)
@@ -241,13 +202,6 @@ def checkpoint_activations(module: nn.Module, *, recompute: bool = True, offload
 
     Its forward is replaced; a second call does nothing. `offload` moves saved tensors to the CPU, into pinned
     memory if there is an accelerator.
-
-    Example:
-        >>> import torch
-        >>> module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Tanh())
-        >>> checkpoint_activations(module)
-        >>> module(torch.ones(1, 1)).shape
-        torch.Size([1, 1])
     """
     if "_checkpointed_forward" in vars(module):
         return

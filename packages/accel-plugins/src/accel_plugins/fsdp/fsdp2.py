@@ -101,8 +101,8 @@ def check_version(plugin: FullyShardedDataParallelPlugin) -> None:
     """Refuse a plugin of FSDP1."""
     if plugin.version != 2:
         raise SettingsError(
-            f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: "
-            "its axes go with fsdp_version=2 only."
+            f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig or "
+            "replica groups: they go with fsdp_version=2 only."
         )
 
 
@@ -119,11 +119,7 @@ def full_sharding(
 
 
 def sequences_of(axes: Axes) -> tuple[ContextParallel | None, Ulysses | None]:
-    """Return the run's context parallelism and its sequence parallelism, each if the mesh has its axis.
-
-    Raises:
-        UnsupportedError: Context parallelism needs a newer torch, or another device.
-    """
+    """Return the run's context parallelism and its sequence parallelism, each if the mesh has its axis."""
     context = ulysses = None
     if axes.context is not None and axes.config.cp_handler is not None:
         if is_torch_version("<", "2.10"):
@@ -231,21 +227,17 @@ class FullSharding:
         for name, parameter in model.named_parameters():
             if id(parameter) in ignored:
                 continue
-            if parameter.dim() == 0:
+            if parameter.numel() == 0 or parameter.dim() == 0:
                 raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} is a scalar and has no dim to shard. "
-                    "Give it the shape (1,), or add its module to ignored_modules."
+                    f"{type(model).__name__}: the parameter {name!r} of shape {tuple(parameter.shape)} has "
+                    "no dim or no elements to shard. Give it the shape (1,), or add its module to "
+                    "ignored_modules."
                 )
             if hook_of(parameter) == "register_hook":
                 raise SettingsError(
                     f"{type(model).__name__}: the parameter {name!r} has a hook (register_hook), which FSDP2 "
                     "would never call. Use register_post_accumulate_grad_hook, which gets this rank's shard "
                     "with the reduced gradient, or change the gradients between backward() and step()."
-                )
-            if parameter.numel() == 0:
-                raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} of shape {tuple(parameter.shape)} has "
-                    "no elements to shard. Remove it, or add its module to ignored_modules."
                 )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         policy = fsdp2_prepare_auto_wrap_policy(self.plugin, model)

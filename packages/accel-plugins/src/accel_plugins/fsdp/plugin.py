@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,8 +25,9 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from accel_plugins.fsdp.blocks import POLICIES, classes_named, size_policy, transformer_policy
+from accel_plugins.fsdp.blocks import POLICIES, SizePolicy, classes_named
 from accel_plugins.kwargs import expect_flags, is_count, resolve_fields
 from accel_plugins.sharding.state import StateForm
 from accel_state import environ
@@ -220,10 +222,15 @@ class FullyShardedDataParallelPlugin:
             SettingsError: The model has no module of a class to wrap.
         """
         if self.auto_wrap_policy == "transformer_based_wrap":
-            names = self.transformer_cls_names_to_wrap
-            self.auto_wrap_policy = transformer_policy(classes_named(model, names), self.version)
+            kinds = classes_named(model, self.transformer_cls_names_to_wrap)
+            self.auto_wrap_policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=kinds)
+            if self.version == 2:
+                self.auto_wrap_policy = lambda module: isinstance(module, (*kinds,))
         elif self.auto_wrap_policy == "size_based_wrap":
-            self.auto_wrap_policy = size_policy(cast("int", self.min_num_params), self.version)
+            least = self.min_num_params or 0
+            self.auto_wrap_policy = partial(size_based_auto_wrap_policy, min_num_params=least)
+            if self.version == 2:
+                self.auto_wrap_policy = SizePolicy(least)
         elif self.auto_wrap_policy == "no_wrap":
             self.auto_wrap_policy = None
 
@@ -288,22 +295,23 @@ class FullyShardedDataParallelPlugin:
                     "fsdp_version=2): version 2 has no flat parameters. Use 'SHARDED_STATE_DICT'."
                 )
             return
-        if self.state_dict_type is StateDictType.FULL_STATE_DICT:
-            made = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-            made_optim = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        elif self.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-            made = ShardedStateDictConfig(offload_to_cpu=True)
-            made_optim = ShardedOptimStateDictConfig(offload_to_cpu=True)
-        else:
+        if self.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             logger.warning(
                 "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT'): checkpoints have shards "
                 "that any number of processes can read, as with 'SHARDED_STATE_DICT'."
             )
             return
+        made: Any = (
+            ShardedStateDictConfig(offload_to_cpu=True),
+            ShardedOptimStateDictConfig(offload_to_cpu=True),
+        )
+        if self.state_dict_type is StateDictType.FULL_STATE_DICT:
+            options = {"offload_to_cpu": True, "rank0_only": True}
+            made = FullStateDictConfig(**options), FullOptimStateDictConfig(**options)
         if changed or self.state_dict_config is None:
-            self.state_dict_config = made
+            self.state_dict_config = made[0]
         if changed or self.optim_state_dict_config is None:
-            self.optim_state_dict_config = made_optim
+            self.optim_state_dict_config = made[1]
 
     def set_cpu_offload(self) -> None:
         """Replace a flag in `cpu_offload` by the offload policy of this FSDP version."""
@@ -357,13 +365,12 @@ class FullyShardedDataParallelPlugin:
                 )
             reshard = RESHARDS[self.sharding_strategy] if reshard is None else reshard
         if isinstance(reshard, (str, ShardingStrategy)):  # a strategy of version 1, or a flag
-            flags = {"true": True, "false": False}
             name = str(reshard).lower()
-            reshard = (
-                flags[name]
-                if name in flags
-                else RESHARDS[member_of(ShardingStrategy, reshard, "reshard_after_forward")]
-            )
+            reshard = name == "true"
+            if name not in {"true", "false"}:
+                reshard = RESHARDS[
+                    member_of(ShardingStrategy, self.reshard_after_forward, "reshard_after_forward")
+                ]
         self.reshard_after_forward = True if reshard is None else reshard
         if not isinstance(self.reshard_after_forward, int):
             raise SettingsError(
@@ -390,12 +397,7 @@ class FullyShardedDataParallelPlugin:
 
 
 def member_of(kind: type[EnumT], value: Any, field: str) -> EnumT:
-    """Return a member of one of torch's enumerations, from the member, its name or its number.
-
-    Example:
-        >>> member_of(ShardingStrategy, "full_shard", "sharding_strategy").name
-        'FULL_SHARD'
-    """
+    """Return a member of one of torch's enumerations, from the member, its name or its number."""
     if isinstance(value, kind):
         return value
     names = {member.name: member for member in kind} | {str(member.value): member for member in kind}
@@ -413,12 +415,7 @@ _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "flo
 
 
 def policy_of(policy: Any, version: int) -> Any:
-    """Build an FSDP precision policy from a dictionary of its arguments, in which dtypes may be names.
-
-    Example:
-        >>> policy_of({"param_dtype": "bf16"}, 2).param_dtype
-        torch.bfloat16
-    """
+    """Build an FSDP precision policy from a dictionary of its arguments, in which dtypes may be names."""
     if not isinstance(policy, Mapping):
         return policy
     kind = MixedPrecisionPolicy if version == 2 else MixedPrecision
@@ -444,16 +441,9 @@ def policy_of(policy: Any, version: int) -> Any:
     return kind(**arguments)
 
 
-_FORMS = {
-    StateDictType.FULL_STATE_DICT: StateForm.FULL,
-    StateDictType.SHARDED_STATE_DICT: StateForm.SHARDED,
-    StateDictType.LOCAL_STATE_DICT: StateForm.SHARDED,
-}
-
-
 def form_of(plugin: FullyShardedDataParallelPlugin) -> StateForm:
     """Return the form of the plugin's current `state_dict_type`, which may be changed later."""
-    return _FORMS[cast("StateDictType", plugin.state_dict_type)]
+    return StateForm.FULL if plugin.state_dict_type is StateDictType.FULL_STATE_DICT else StateForm.SHARDED
 
 
 _RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"

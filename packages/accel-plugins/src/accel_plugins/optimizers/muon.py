@@ -124,26 +124,12 @@ class Muon(torch.optim.Optimizer):
             by_algorithm.setdefault(algorithm, []).append(member)
         for algorithm in ALGORITHMS:
             if algorithm in by_algorithm:
-                super().add_param_group(
-                    {
-                        **self._options[algorithm],
-                        **param_group,
-                        "params": by_algorithm[algorithm],
-                        "algorithm": algorithm,
-                    }
-                )
+                own = {"params": by_algorithm[algorithm], "algorithm": algorithm}
+                super().add_param_group({**self._options[algorithm], **param_group, **own})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take one step; a collective over the ranks of sharded matrices.
-
-        Args:
-            closure: Recomputes the loss.
-
-        Returns:
-            The result of `closure`.
-
-        """
+        """Take one step; a collective over the ranks of sharded matrices. Return the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

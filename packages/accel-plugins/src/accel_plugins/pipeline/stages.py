@@ -46,12 +46,7 @@ class Layout:
 
 
 def lay_out(model: nn.Module, config: TorchPipelineParallelConfig, size: int) -> Layout:
-    """Plan the stages of a model over `size` ranks.
-
-    Raises:
-        SettingsError: The model has state that stages cannot pass on, too few modules, or no module named in
-            `pp_split_points`.
-    """
+    """Plan the stages of a model over `size` ranks; refuse a model that cannot be cut so."""
     kind = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise SettingsError(
@@ -82,13 +77,6 @@ def chain_of(model: nn.Module) -> list[str]:
 
     They are from transformers' pipeline plan, if it covers all parameters; otherwise the modules around the
     largest list of modules, and those in it.
-
-    Example:
-        >>> model = nn.ModuleDict(
-        ...     {"embed": nn.Embedding(4, 2), "layers": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])}
-        ... )
-        >>> chain_of(model)
-        ['embed', 'layers.0', 'layers.1']
     """
     planned = _planned(model)
     if planned:
@@ -140,15 +128,7 @@ def _sizes(model: nn.Module, names: Sequence[str]) -> list[int]:
 
 
 def balance(sizes: Sequence[int], count: int) -> list[int]:
-    """Split a sequence into `count` non-empty parts so that the largest sum is as small as possible.
-
-    Returns:
-        The index of the first element of each part.
-
-    Example:
-        >>> balance([4, 1, 1, 1, 1, 4], 3)
-        [0, 1, 5]
-    """
+    """Split a sequence into `count` parts so that the largest sum is smallest; return where each begins."""
     total = [0, *accumulate(sizes)]
 
     @cache

@@ -30,7 +30,6 @@ from accel_plugins.sharding.step import norm_of
 from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, Optimizers, Parameters, PrecisionPolicy
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.frozen import frozen
 from accel_state.libraries import is_torch_version
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
@@ -70,20 +69,13 @@ class PipelineStrategy(MeshStrategy):
         full = None if plugin is None else full_sharding(plugin, axes, runtime, precision)
         self.shard_over(axes, full)
         self.names: Any = weakref.WeakKeyDictionary()
-        self.models: PreparedPipelines = weakref.WeakKeyDictionary()
-        cut = StageCutter(
-            runtime=runtime,
-            precision=precision,
-            options=self.options,
-            group=self.group,
-            replicas=None if axes.losses is None else axes.losses.get_group(),
-            full=full,
-            is_tensor_parallel=axes.tensor is not None,
-            names=self.names,
-            models=self.models,
-        )
-        self.stages = [*(stage for stage in self.stages if stage is not full), cut]
-        self.validators = [cut.validate, *self.validators]
+        self.pipelines: weakref.WeakKeyDictionary[nn.Module, Pipeline] = weakref.WeakKeyDictionary()
+        self.full = full
+        self.replicas_group = None if axes.losses is None else axes.losses.get_group()
+        self.is_tensor_parallel = axes.tensor is not None
+        self.stages = [stage for stage in self.stages if stage is not full]
+        check = partial(_check, options=self.options, size=self.group.size(), is_sharded=full is not None)
+        self.validators = [check, *self.validators]
         # 3. Set which ranks read which batches, and gather states from all stages.
         micro_batches = self.options.pp_num_microbatches or self.group.size()
         self.sharding = replace(axes.sharding, micro_batches=micro_batches)
@@ -121,10 +113,10 @@ class PipelineStrategy(MeshStrategy):
     ) -> Any:
         """Run the schedule."""
         del forward
-        prepared = self.models[without_compiler(model)]
-        output = prepared.pipeline.train(args, kwargs, accumulation=accumulation)
+        inside = without_compiler(model)
+        output = self.pipelines[inside].train(args, kwargs, accumulation=accumulation)
         if sync:
-            add_shared_gradients(prepared)
+            self._add_shared_gradients(inside)
         return output
 
     def clip_grad_norm(
@@ -138,8 +130,8 @@ class PipelineStrategy(MeshStrategy):
         rank = dist.get_rank(self.group)
         repeated = {
             id(parameter)
-            for prepared in self.models.values()
-            for parameter, ranks in prepared.shared_parameters()
+            for model in self.pipelines
+            for parameter, ranks in self._shared_parameters(model)
             if rank != ranks[0]
         }
         gradients = [p.grad for p in tensors if p.grad is not None]
@@ -156,8 +148,65 @@ class PipelineStrategy(MeshStrategy):
         return norm
 
     def release(self) -> None:
-        self.models.clear()  # a prepared pipeline refers to its model, which would keep its own entry alive
+        self.pipelines.clear()  # they refer to their models, which would keep their own entries alive
         super().release()
+
+    def shard_in_place(self, model: nn.Module) -> None:
+        """Cut a model, and keep this rank's stages, sharded or not; its forward then runs the pipeline."""
+        super().shard_in_place(model)
+        layout = lay_out(model, self.options, self.group.size())
+        shard = None if self.full is None else _for_stages(self.full, model)
+        device, replicas = self.runtime.device, self.replicas_group
+        pipeline = Pipeline(model, layout, self.options, self.group, device, self.precision, replicas)
+        if shard is not None:
+            for stage in pipeline.stages:
+                shard(stage)
+        pipeline.watch()
+        replace_forward(model, lambda _: lambda _, *args, **kwargs: pipeline.evaluate(args, kwargs))
+        self.pipelines[model] = pipeline
+        # Make generation recompute all tokens: no stage has the caches of the others.
+        if getattr(model, "generation_config", None) is not None:
+            cast("Any", model).generation_config.use_cache = False
+
+    def _shared_parameters(self, model: nn.Module) -> list[tuple[Tensor, Sequence[int]]]:
+        """Return this rank's parameters that several stages have, in the same order on all of these ranks."""
+        own = dict(model.named_parameters(remove_duplicate=False))
+        return [
+            (next(own[name] for name in names if name in own), ranks)
+            for names, ranks in self.names[model].shared(dist.get_rank(self.group))
+            if any(name in own for name in names)
+        ]
+
+    def _add_shared_gradients(self, model: nn.Module) -> None:
+        """Sum gradients of parameters that several stages share, such as tied embeddings, on all of them."""
+        me, device = dist.get_rank(self.group), self.runtime.device
+        for parameter, ranks in self._shared_parameters(model):
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            own = parameter.grad
+            if self.is_tensor_parallel:  # stages may have different shards
+                own = gather_full_tensor(own, device)
+            own = local_part(own).to(device).contiguous()  # it may be offloaded to the CPU
+            parts = {rank: torch.empty_like(own) for rank in ranks if rank != me}
+            operations = [
+                operation
+                for rank, part in parts.items()
+                for operation in (
+                    dist.P2POp(dist.isend, own, group=self.group, group_peer=rank),
+                    dist.P2POp(dist.irecv, part, group=self.group, group_peer=rank),
+                )
+            ]
+            with hang_monitor.collective_scope("gradients of shared parameters"):
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
+            parts[me] = own
+            total = torch.stack([parts[rank] for rank in ranks]).sum(0)  # in the same order on all ranks
+            if self.is_tensor_parallel:
+                parameter.grad = shard_like(total, parameter)
+            else:
+                local_part(parameter.grad).copy_(total)
 
 
 def _plugin_of(axes: Axes, handlers: Mapping[type, Any]) -> FullyShardedDataParallelPlugin | None:
@@ -176,118 +225,22 @@ def _plugin_of(axes: Axes, handlers: Mapping[type, Any]) -> FullyShardedDataPara
     )
 
 
-PreparedPipelines = weakref.WeakKeyDictionary[nn.Module, "PreparedPipeline"]
-
-
-@frozen
-class PreparedPipeline:
-    """A pipeline, and the names of parameters that several stages have, with the ranks that have them.
-
-    If it is tensor-parallel, stages may have different shards of them.
-    """
-
-    pipeline: Pipeline
-    shared: Sequence[tuple[Sequence[str], Sequence[int]]]
-    is_tensor_parallel: bool
-    model: Callable[[], nn.Module | None]
-
-    def shared_parameters(self) -> list[tuple[Tensor, Sequence[int]]]:
-        """Return the shared parameters of this rank, in the same order on all ranks."""
-        model = self.model()
-        own = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
-        return [
-            (next(own[name] for name in names if name in own), ranks)
-            for names, ranks in self.shared
-            if any(name in own for name in names)
-        ]
-
-
-def add_shared_gradients(prepared: PreparedPipeline) -> None:
-    """Sum the gradients of parameters that several stages share, such as tied embeddings, on all of them."""
-    pipeline = prepared.pipeline
-    for parameter, ranks in prepared.shared_parameters():
-        if not parameter.requires_grad or len(ranks) < 2:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        own = parameter.grad
-        if prepared.is_tensor_parallel:
-            own = gather_full_tensor(own, pipeline.device)
-        own = local_part(own)
-        own = own.to(pipeline.device).contiguous()  # it may be offloaded to the CPU
-        parts = {rank: torch.empty_like(own) for rank in ranks if rank != pipeline.rank}
-        operations = [
-            operation
-            for rank, part in parts.items()
-            for operation in (
-                dist.P2POp(dist.isend, own, group=pipeline.group, group_peer=rank),
-                dist.P2POp(dist.irecv, part, group=pipeline.group, group_peer=rank),
-            )
-        ]
-        with hang_monitor.collective_scope("gradients of shared parameters"):
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-        parts[pipeline.rank] = own
-        total = torch.stack([parts[rank] for rank in ranks]).sum(0)  # in the same order on all ranks
-        if prepared.is_tensor_parallel:
-            parameter.grad = shard_like(total, parameter)
-        else:
-            local_part(parameter.grad).copy_(total)
-
-
-@frozen
-class StageCutter:
-    """Cut models in place: keep this rank's stages, sharded by `full` over its `replicas` if given."""
-
-    runtime: Runtime
-    precision: PrecisionPolicy
-    options: TorchPipelineParallelConfig
-    group: dist.ProcessGroup
-    replicas: dist.ProcessGroup | None
-    full: FullSharding | None
-    is_tensor_parallel: bool
-    names: Any
-    models: PreparedPipelines
-
-    def __call__(self, model: nn.Module) -> None:
-        """Cut a model; its forward then runs the pipeline."""
-        layout = lay_out(model, self.options, self.group.size())
-        shard = None if self.full is None else _for_stages(self.full, model)
-        pipeline = Pipeline(
-            model, layout, self.options, self.group, self.runtime.device, self.precision, self.replicas
+def _check(model: nn.Module, *, options: TorchPipelineParallelConfig, size: int, is_sharded: bool) -> None:
+    """Refuse models that cannot be cut."""
+    kind = type(model).__name__
+    if model_has_dtensor(model):
+        raise SettingsError(
+            f"{kind} is already sharded, and pp_size={size} would cut it. Remove one of the two."
         )
-        if shard is not None:
-            for stage in pipeline.stages:
-                shard(stage)
-        pipeline.watch()
-        replace_forward(model, lambda _: lambda _, *args, **kwargs: pipeline.evaluate(args, kwargs))
-        shared = self.names[model].shared(dist.get_rank(self.group))
-        self.models[model] = PreparedPipeline(
-            pipeline=pipeline,
-            shared=[*shared],
-            is_tensor_parallel=self.is_tensor_parallel,
-            model=weakref.ref(model),
+    if getattr(text_config(model), "output_router_logits", False):
+        raise SettingsError(
+            f"{kind} has output_router_logits=True in its config, for an auxiliary loss over the routing of "
+            "all layers, and a stage has that of its own: set it to False, or use dp_shard_size and ep_size "
+            "instead of pp_size."
         )
-        # 3. Make generation recompute all tokens: no stage has the caches of the others.
-        if getattr(model, "generation_config", None) is not None:
-            cast("Any", model).generation_config.use_cache = False
-
-    def validate(self, model: nn.Module) -> None:
-        """Refuse models that cannot be cut."""
-        if model_has_dtensor(model):
-            raise SettingsError(
-                f"{type(model).__name__} is already sharded, and pp_size={self.group.size()} would cut "
-                "it. Remove one of the two."
-            )
-        if getattr(text_config(model), "output_router_logits", False):
-            raise SettingsError(
-                f"{type(model).__name__} has output_router_logits=True in its config, for an auxiliary loss "
-                "over the routing of all layers, and a stage has that of its own: set it to False, or use "
-                "dp_shard_size and ep_size instead of pp_size."
-            )
-        layout = lay_out(model, self.options, self.group.size())
-        if self.full is not None:
-            _validate_shards(model, layout)
+    layout = lay_out(model, options, size)
+    if is_sharded:
+        _validate_shards(model, layout)
 
 
 def _validate_shards(model: nn.Module, layout: Layout) -> None:

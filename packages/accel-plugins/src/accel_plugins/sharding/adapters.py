@@ -24,17 +24,8 @@ _PREFIX = "base_model.model."  # of a PeftModel
 def iter_merged(model: nn.Module, request: FullParameters, iterate: Iterate) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that `merge_and_unload` would leave, under the names of the base model.
 
-    The factors of all adapters are gathered first and kept; then all other parameters, in the dtype of the
-    model, so that the sum is the same as peft's.
-
-    Args:
-        model: Prepared or not.
-        request: The tensors to yield: names, dtype and ranks.
-        iterate: Iterates over the full parameters of the model, as its persister does.
-
-    Raises:
-        UnsupportedError: The model has no LoRA adapters of peft, or adapters that are more than a product of
-            two matrices.
+    `iterate` iterates over the full parameters of the model. The factors of all adapters are gathered first
+    and kept; then all other parameters, in the dtype of the model, so that the sum is the same as peft's.
     """
     adapters = _find_adapters(extract_model_from_parallel(model, keep_torch_compile=False))
 
@@ -129,8 +120,11 @@ class _Adapters:
 def _find_adapters(core: nn.Module) -> _Adapters:
     adapters = _Adapters()
     peft: Any = sys.modules.get("peft")  # adapters exist only if it was imported
+    missing = UnsupportedError(
+        f"merge_adapters=True: {type(core).__name__} has no LoRA adapters of peft. Remove merge_adapters."
+    )
     if peft is None:
-        raise _no_adapters(core)
+        raise missing
     tuners: Any = sys.modules["peft.tuners.tuners_utils"]
     layers: Any = sys.modules["peft.tuners.lora.layer"]
     known = (layers.Linear, layers.Embedding, layers.Conv1d, layers.Conv2d, layers.Conv3d)
@@ -154,11 +148,5 @@ def _find_adapters(core: nn.Module) -> _Adapters:
                     name = f"{path}.{kind}.{adapter}" + ("" if isinstance(value, nn.Parameter) else ".weight")
                     adapters.factors[name] = layer, kind, adapter
     if not adapters.layers:
-        raise _no_adapters(core)
+        raise missing
     return adapters
-
-
-def _no_adapters(core: nn.Module) -> UnsupportedError:
-    return UnsupportedError(
-        f"merge_adapters=True: {type(core).__name__} has no LoRA adapters of peft. Remove merge_adapters."
-    )

@@ -46,11 +46,7 @@ if TYPE_CHECKING:
 
 
 class ShardWriter:
-    """Write one rank's shards of a state: nested dictionaries and lists.
-
-    A name is the same value on all ranks that have it. PyTorch's planners, for plain tensors and DTensors,
-    plan this rank's share by default.
-    """
+    """Write one rank's shards of a state: nested dictionaries and lists of named values."""
 
     def __init__(self, state: Mapping[str, Any], rank: int, planners: RankPlanners | None = None) -> None:
         self._planner, self._plan = (planners or TorchPlanners()).plan_save(state, rank)
@@ -115,10 +111,7 @@ def compact(tensor: Tensor) -> Tensor:
 
 @frozen
 class TorchPlanners:
-    """Plans for plain tensors and DTensors.
-
-    `writer` writes plain tensors and objects: the first of the ranks that have the same names.
-    """
+    """Plans for DTensors, and for plain tensors and objects, which the rank `writer` writes."""
 
     writer: int = 0
 
@@ -181,14 +174,7 @@ def load_object(state: Any, path: tuple[str | int, ...], file: io.BytesIO) -> No
 
 
 def put(state: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Set a value in nested dictionaries and lists, adding missing ones.
-
-    Example:
-        >>> state = {}
-        >>> put(state, ("a", 1, "b"), 5)
-        >>> state
-        {'a': [None, {'b': 5}]}
-    """
+    """Set a value in nested dictionaries and lists, adding missing ones."""
     container = state
     for key, following in pairwise(path):
         empty: Any = [] if isinstance(following, int) else {}
@@ -234,15 +220,10 @@ def read_into(
     flat: bool = False,
     planners: RankPlanners | None = None,
 ) -> None:
-    """Read this rank's shards of a state in place.
+    """Read this rank's shards of a state, nested as it was saved, in place; replace what is no tensor.
 
-    Args:
-        folder: A DCP folder with an index.
-        state: Nested dictionaries and lists, as they were saved. Tensors and DTensors are filled in place;
-            other values are replaced.
-        strict: Whether the folder must have every key of `state`; else values without one are unchanged.
-        flat: Whether the keys of `state` are already those of the folder's index.
-        planners: Plan the reads; PyTorch's, for plain tensors and DTensors, if `None`.
+    Unless `strict`, values that the folder lacks are unchanged. If `flat`, the keys of `state` are those of
+    the folder's index. `planners` plan the reads; PyTorch's, for plain tensors and DTensors, if `None`.
 
     Raises:
         CheckpointError: The folder is damaged, or does not fit `state`.
@@ -350,20 +331,17 @@ def read_index(folder: AnyPath) -> Metadata:
 def entries(index: Metadata) -> list[TensorMetadata]:
     """List the values of an index."""
     paths: Mapping[str, tuple[str | int, ...]] = index.planner_data or {}
-    return [
-        TensorMetadata(key=key, path=paths.get(key, (key,)), shape=row.size, dtype=row.properties.dtype)
-        if isinstance(row, TensorStorageMetadata)
-        else TensorMetadata(key=key, path=paths.get(key, (key,)))
-        for key, row in index.state_dict_metadata.items()
-    ]
+    listed: list[TensorMetadata] = []
+    for key, row in index.state_dict_metadata.items():
+        entry = TensorMetadata(key=key, path=paths.get(key, (key,)))
+        if isinstance(row, TensorStorageMetadata):
+            entry = replace(entry, shape=row.size, dtype=row.properties.dtype)
+        listed.append(entry)
+    return listed
 
 
 def unpickle(path: AnyPath) -> Any:
-    """Unpickle an index or a rank's metadata file.
-
-    Raises:
-        CheckpointError: The file is damaged, or has objects of classes that are not allowed.
-    """
+    """Unpickle an index or a rank's metadata file, if it has objects of allowed classes only."""
     try:
         with path.open("rb") as file:
             return _IndexUnpickler(file).load()

@@ -60,18 +60,8 @@ def shard_like(
 ) -> Tensor:
     """Copy this rank's shard of a full tensor, sharded like another tensor, without communication.
 
-    Args:
-        full: The full tensor, on any device.
-        like: A tensor of the same shape; if it is not a `DTensor`, the full tensor is copied.
-        device: Device of the result; that of `like` if `None`.
-        keep_type: Whether the shard has the tensor subclass of the shard of `like`, such as a library's.
-
-    Returns:
-        A new tensor of the dtype of `full`, a `DTensor` if `like` is one.
-
-    Example:
-        >>> shard_like(torch.ones(2), torch.zeros(2))
-        tensor([1., 1.])
+    With `keep_type` it has the tensor subclass of the shard of `like`, such as a library's. The result is on
+    the device of `like` by default, has the dtype of `full`, and is a `DTensor` if `like` is one.
     """
     full, target = full.detach(), like.device if device is None else device
     if not isinstance(like, DTensor):
@@ -97,12 +87,7 @@ def with_local(like: Any, local: Tensor) -> DTensor:
 
 
 def group_tied_names(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
-    """Group the names of a state dict by value: tied weights have several.
-
-    Example:
-        >>> group_tied_names({"a": (tied := torch.ones(1)), "b": 3, "c": tied})
-        [(('a', 'c'), tensor([1.])), (('b',), 3)]
-    """
+    """Group the names of a state dict by value: tied weights have several."""
     names: dict[int, list[str]] = {}
     for name, value in state.items():
         names.setdefault(id(value), []).append(name)
@@ -145,12 +130,7 @@ def source_of(names: Sequence[str], parameter: Tensor) -> ParameterSource:
 
 
 def write_shard(shard: DTensor, full: Tensor) -> None:
-    """Write this rank's shard into a full tensor, without communication.
-
-    Args:
-        shard: A DTensor sharded along any dims.
-        full: A tensor of the same shape, on any device and of any dtype; other elements are unchanged.
-    """
+    """Write this rank's shard into a full tensor, on any device and of any dtype, without communication."""
     mesh, placements, packed = shard.device_mesh, shard.placements, _packed_dims(shard)
     local = shard.to_local()
 
@@ -177,17 +157,6 @@ class ShardedStates(States):
     Engines whose tensors are not in the models and optimizers override the methods for sharded states; full
     states are gathered from what those return. Packed tensors (see `is_packed`) are gathered, since a DCP
     shard is one contiguous slice.
-
-    Args:
-        device: The device of collectives.
-        form: Returns the form that `save_state` writes.
-
-    Example:
-        >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        >>> states = ShardedStates(torch.device("cpu"))
-        >>> states.optimizer_tensors(optimizer, [model])["param_groups"][0]["params"]
-        ['weight', 'bias']
     """
 
     is_sharded = True

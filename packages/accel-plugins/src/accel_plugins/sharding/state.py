@@ -89,12 +89,7 @@ def model_variables(model: nn.Module) -> StateDict:
 
 
 def state_by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:
-    """Replace the parameter indices of an optimizer's state dict by names.
-
-    Example:
-        >>> state_by_name({"state": {0: {"step": 1}}, "param_groups": [{"lr": 0.5, "params": [0]}]}, [["a"]])
-        {'state': {'a': {'step': 1}}, 'param_groups': [{'lr': 0.5, 'params': ['a']}]}
-    """
+    """Replace the parameter indices of an optimizer's state dict by names."""
     name_of: dict[int, str] = {}
     for group, group_names in zip(state["param_groups"], names, strict=True):
         name_of |= zip(group["params"], group_names, strict=True)
@@ -109,13 +104,7 @@ def state_by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> S
 
 
 def state_by_index(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:
-    """Replace the names of `state_by_name` with parameter indices; the order within a group may differ.
-
-    Example:
-        >>> state = {"state": {"b": {"step": 1}}, "param_groups": [{"params": ["b", "a"]}]}
-        >>> state_by_index(state, [["a", "b"]])
-        {'state': {1: {'step': 1}}, 'param_groups': [{'params': [0, 1]}]}
-    """
+    """Replace the names of `state_by_name` with parameter indices; the order within a group may differ."""
     check_groups([group["params"] for group in state["param_groups"]], names)
     return names_to_indices(state, names)
 
@@ -160,12 +149,7 @@ _WRAPPER_PREFIXES = re.compile(
 
 
 def strip_wrapper_prefixes(name: str) -> str:
-    """Remove the prefixes of wrappers from a parameter's name.
-
-    Example:
-        >>> strip_wrapper_prefixes("layers.0._checkpoint_wrapped_module.weight")
-        'layers.0.weight'
-    """
+    """Remove the prefixes of wrappers from a parameter's name."""
     return _WRAPPER_PREFIXES.sub("", name)
 
 
@@ -174,12 +158,6 @@ def parameter_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[l
 
     If they belong to several models, names begin with the model's index; a parameter of no model is named by
     its group and position.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(2, 1)
-        >>> parameter_names(torch.optim.SGD(model.parameters()), [model])
-        [['weight', 'bias']]
     """
     owners: dict[int, tuple[int, str]] = {}
     for model_index, model in enumerate(models):
@@ -208,12 +186,7 @@ def is_sharded_folder(folder: AnyPath) -> bool:
 
 
 def shard_file(rank: int) -> str:
-    """Return the name of a rank's file of shards.
-
-    Example:
-        >>> shard_file(3)
-        '__3_0.distcp'
-    """
+    """Return the name of a rank's file of shards."""
     return f"__{rank}_0.distcp"
 
 

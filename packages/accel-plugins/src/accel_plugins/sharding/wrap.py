@@ -216,6 +216,11 @@ class ShardedStrategy(Strategy):
             follow_replacements(optimizer)
         return replace(bundle, models=models)
 
+    def shard_in_place(self, model: nn.Module) -> None:
+        """Shard a model on the meta device."""
+        for shard in self.stages:
+            shard(model)
+
     def is_prepared(self, model: nn.Module) -> bool:
         """Return whether a model is already sharded; FSDP2's are also by an earlier `Accelerator`."""
         return model in self.prepared or isinstance(model, FSDPModule)
@@ -246,8 +251,7 @@ class ShardedStrategy(Strategy):
                         if parameter in optimizer.state:
                             optimizer.state[placeholder] = optimizer.state.pop(parameter)
         # 2. Shard it, and materialise its shards.
-        for shard in self.stages:
-            shard(model)
+        self.shard_in_place(model)
         if load is not None:
             on_cpu = self.parameters_on != self.runtime.device
             full = {tensor.names[0]: tensor.full for tensor in tensors if tensor.full is not None}

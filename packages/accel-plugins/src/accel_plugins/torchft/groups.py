@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from accel_ops.tree import local_part
 from accel_plugins.torchft.shards import as_shards, load_optimizer, load_tensors, tensors_of
-from accel_plugins.unsharded import load_in_place
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
 from accel_state.settings.run import ReplicaSettings
@@ -118,11 +117,9 @@ class ReplicaGroups:
     ) -> None:
         """Register how a group gets state other than models and optimizers from another; called once.
 
-        Args:
-            read: Returns the state of everything else; may be called in another thread.
-            restore: Restores it, and returns the positions of loaders, which follow their current batch. Its
-                second argument says whether the optimizers are about to step, having counted that.
-            load_last: Loads the last checkpoint and returns its folder; `None` where there is none.
+        `read`, also called in another thread, returns it. `restore` restores it, given whether the optimizers
+        are about to step, having counted that, and returns the positions of loaders, which follow their
+        current batch. `load_last` loads the last checkpoint and returns its folder, if there is one.
         """
         self._read, self._restore, self._load_last = read, restore, load_last
 
@@ -187,9 +184,8 @@ class ReplicaGroups:
             buffer.div_(self._runtime.topology.world_size)
         if self._apart is None:
             self.average_shard(buffer)
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=None if buffer.device.type == "cpu" else [buffer.device]
-        )
+        devices: Any = None if buffer.device.type == "cpu" else [buffer.device]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         future.set_result(buffer)
         return future
 
@@ -214,11 +210,7 @@ class ReplicaGroups:
         return self._commits
 
     def after_step(self, before: int) -> None:
-        """Report the sync of groups that train independently, if the optimizer step ended with one.
-
-        Args:
-            before: Number of syncs before the step.
-        """
+        """Report the sync of groups that train independently, if the step ended with one after `before`."""
         self._is_open = False
         if self._sync is not None and self._sync._local_step == 0:
             self._commits = self.manager.current_step() > before
@@ -364,24 +356,20 @@ class ReplicaGroups:
     def _state(self) -> StateDict:
         """Return the state that heals another group; called in the quorum's thread."""
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        if self._is_sharded:
-            models, optimizers = as_shards(self._tensors), as_shards(optimizers)
-        else:
-            models = [model.state_dict() for model in self.models]
-        return {"models": models, "optimizers": optimizers, "shared": self._read()}
+        return {
+            "models": as_shards(self._tensors),
+            "optimizers": as_shards(optimizers),
+            "shared": self._read(),
+        }
 
     def _load(self, state: StateDict) -> None:
         """Heal this group, in the main thread, right before the optimizers step."""
         step = self.manager.current_step()
         if step or self._has_begun:  # else the weights of the first group are awaited
-            for model, tensors, own in zip(self.models, self._tensors, state["models"], strict=True):
-                if self._is_sharded:
-                    load_tensors(tensors, own)
-                else:
-                    model.load_state_dict(own)
-        load = load_optimizer if self._is_sharded else load_in_place
+            for tensors, own in zip(self._tensors, state["models"], strict=True):
+                load_tensors(tensors, own)
         for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
-            load(optimizer, own)
+            load_optimizer(optimizer, own)
         # A group that trains independently sends its state after it has counted the step.
         positions = self._restore(state["shared"], self._apart is None and not self._is_open)
         if step:
@@ -400,16 +388,11 @@ class ReplicaGroups:
             logger.warning(message, *arguments)
 
     def _report(self, before: int) -> None:
-        """Log abandoned steps and batches, once per change."""
+        """Log abandoned steps, once per change of the groups that are present."""
         groups, present = self.settings.groups, self.manager.num_participants()
         if not self._commits:
-            self._warn(
-                "%s %d is given up%s: %s.",
-                self._unit.capitalize(),
-                before + 1,
-                ", with the batches of all groups" if self._apart is None else "",
-                self.manager.errored() or f"{present} of {groups} groups are present",
-            )
+            reason = self.manager.errored() or f"{present} of {groups} groups are present"
+            self._warn("%s %d is given up: %s.", self._unit.capitalize(), before + 1, reason)
         if present == self._participants:
             return
         step, self._participants = self.manager.current_step(), present

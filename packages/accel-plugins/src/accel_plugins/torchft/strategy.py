@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from accel_ops.modules import without_compiler
 from accel_plugins.ddp import DdpStrategy, DistributedDataParallelKwargs
-from accel_plugins.fsdp.fsdp2 import Fsdp2Strategy
+from accel_plugins.fsdp.fsdp2 import Fsdp2Strategy, check_version
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import ReplicaSyncKwargs
 from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy
@@ -85,10 +85,8 @@ class ShardedReplicaStrategy(Fsdp2Strategy):
     ) -> None:
         _check(settings, runtime)
         plugin = handlers.get(FullyShardedDataParallelPlugin)
-        if plugin is not None and plugin.version != 2:
-            raise SettingsError(
-                "Replica groups shard models by FSDP2: set fsdp_version=2 (--fsdp_version 2)."
-            )
+        if plugin is not None:
+            check_version(plugin)
         apart = handlers.get(ReplicaSyncKwargs)
         if apart is not None and apart.outer_optimizer is not None:
             raise UnsupportedError(
@@ -127,18 +125,17 @@ class ShardedReplicaStrategy(Fsdp2Strategy):
 def _check(settings: Settings, runtime: Runtime) -> None:
     """Refuse engines that would ignore the other groups, and untested axes."""
     sizes = settings.parallelism
-    axes = [axis for axis in ("tp", "cp", "sp", "ep") if sizes and (getattr(sizes, f"{axis}_size") or 1) > 1]
-    if axes:
+    others = [
+        f"{axis}_size"
+        for axis in ("pp", "tp", "cp", "sp", "ep")
+        if (getattr(sizes, f"{axis}_size", 0) or 1) > 1
+    ]
+    others += [name for name in ("deepspeed", "megatron") if getattr(settings, name) is not None]
+    others += ["XLA"] if runtime.device.type == "xla" else []
+    if others:
         raise UnsupportedError(
-            f"Replica groups have no axis {axes[0]}: their ranks replicate or shard a model. Leave "
-            f"{axes[0]}_size at 1."
+            f"Replica groups train by DDP or FSDP2 in each group, and not with {others[0]}: leave it out."
         )
-    engine = "DeepSpeed" if settings.deepspeed is not None else None
-    engine = "Megatron" if settings.megatron is not None else engine
-    engine = "a pipeline (pp_size)" if sizes is not None and (sizes.pp_size or 1) > 1 else engine
-    engine = "XLA" if runtime.device.type == "xla" else engine
-    if engine is not None:
-        raise SettingsError(f"Replica groups train by DDP or FSDP2 in each group, and not by {engine}.")
 
 
 FEATURES = PLAIN_FEATURES - {
