@@ -465,17 +465,15 @@ class Fsdp1States(ShardedStates):
 def _sharded_states(root: FullyShardedDataParallel, optimizer: Optimizer | None = None) -> Generator[None]:
     """Make state dicts of a model and its optimizer sharded, as DTensors, within the block.
 
-    The model's parameters of other optimizers are frozen meanwhile: torch converts states only for an
-    optimizer that has every trained parameter.
+    torch converts states only for an optimizer that has every trained parameter: others are frozen meanwhile.
     """
-    groups = [] if optimizer is None else optimizer.param_groups
-    own = {id(parameter) for group in groups for parameter in group["params"]}
-    others = [
-        parameter for parameter in root.parameters() if parameter.requires_grad and id(parameter) not in own
-    ]
+    others: list[nn.Parameter] = []
+    if optimizer is not None:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        others = [p for p in root.parameters() if p.requires_grad and id(p) not in own]
     kind, config = StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)
     optimizer_config = ShardedOptimStateDictConfig(offload_to_cpu=False)
-    for parameter in others if optimizer is not None else ():
+    for parameter in others:
         parameter.requires_grad = False
     try:
         with (

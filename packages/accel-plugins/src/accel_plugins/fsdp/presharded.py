@@ -33,16 +33,9 @@ from accel_state.settings.model import Settings
 
 
 class PreshardedStrategy(ShardedStrategy):
-    """Leaves sharded models unchanged. Built from the first model, by a collective over all ranks.
+    """Leaves sharded models unchanged; `handlers` must not contradict them.
 
-    Args:
-        model: A model with `DTensor`s among its parameters, on every rank.
-        runtime: The run.
-        precision: The run's precision.
-        handlers: The plugins of the run, which must not contradict the model.
-
-    Raises:
-        SettingsError: A plugin contradicts the model, or ranks outside of its meshes would train alone.
+    Built from the first model, which has `DTensor`s among its parameters, by a collective over all ranks.
     """
 
     name = "presharded"

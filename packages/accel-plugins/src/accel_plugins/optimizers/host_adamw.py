@@ -150,21 +150,13 @@ class HostAdamW(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, after a step.
-
-        Raises:
-            RuntimeError: A step had begun in the backward pass, and `step` was not called.
-        """
+        """Clear the gradients; an error if a step has begun in the backward pass."""
         if self._begun:
             raise RuntimeError("zero_grad() was called after backward() without step()" + _LATE)
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state dict; states of parameters have the additional key `"master"`.
-
-        Raises:
-            RuntimeError: A step had begun in the backward pass, and `step` was not called.
-        """
+        """Return the optimizer's state dict; states of parameters have the additional key `"master"`."""
         if self._begun:
             raise RuntimeError("state_dict() was called between backward() and step()" + _LATE)
         return super().state_dict()

@@ -92,14 +92,8 @@ def orthogonalize_sharded(
 
     A matrix that some rank has in full stays there. Of the others every rank gathers one at a time, and
     scatters the result: besides its shards it needs memory for two matrices in bfloat16. Each of these is
-    orthogonalised by one rank only, also for replicas.
-
-    Args:
-        parameters: Matrices of shape `(rows, columns)`, or several as `(matrices, rows, columns)`.
-        layouts: Cache of layouts; missing ones are added.
-        read: Returns the update of a part, in bfloat16.
-        orthogonalize: Orthogonalises a full matrix in bfloat16.
-        write: Receives the result of a part, on the device of the mesh.
+    orthogonalised by one rank only, also for replicas. A parameter of three dims has several matrices.
+    `layouts` caches layouts.
     """
     shared: list[_Matrix] = []
     for index, parameter in enumerate(parameters):

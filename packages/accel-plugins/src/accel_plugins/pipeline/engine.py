@@ -30,9 +30,7 @@ IGNORED = -100
 class Batch:
     """The micro-batches of one call: arguments, shares of the loss, and outputs of the last stage.
 
-    Args:
-        scale: The factor of losses before the backward pass, such as one over the accumulation steps.
-        outputs: The last stage's output for each micro-batch; in training, only the loss.
+    `scale` is the factor of losses before the backward pass. In training, an output is only the loss.
     """
 
     parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -43,19 +41,9 @@ class Batch:
 
 
 class Pipeline:
-    """The stages of one model on this rank, and their schedules.
+    """The stages of one model on this rank, and their schedules; others' modules are replaced in place.
 
-    Args:
-        model: The model; modules of other ranks are replaced in place.
-        layout: The stages of all ranks.
-        config: The options.
-        group: The ranks of the stages, in order.
-        device: The device of this rank.
-        precision: The precision policy, which scales losses.
-        replicas: The ranks with the same stages and different batches, if any.
-
-    Attributes:
-        stages: The stages of this rank.
+    `group` has the ranks of the stages, in order; `replicas` those with the same stages and other batches.
     """
 
     def __init__(
@@ -82,10 +70,8 @@ class Pipeline:
         self._name = type(model).__name__
         # 1. Replace modules of other ranks with placeholders.
         modules = [model.get_submodule(name) for name in layout.names]
-        owners = [
-            (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in layout.names
-        ]
-        self._slots = owners
+        paths = [name.rpartition(".") for name in layout.names]
+        self._slots = [(model.get_submodule(path), leaf) for path, _, leaf in paths]
         self._absent = [
             RemoteModule(module, name, position, self)
             for position, (name, module) in enumerate(zip(layout.names, modules, strict=True))
@@ -494,11 +480,7 @@ _MAX_SCHEDULES = 8
 def _cut_batch(
     name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int, *, exact: bool
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Cut the tensors of a batch along their rows; other values are passed to every micro-batch.
-
-    Raises:
-        SettingsError: There are no rows, or, if `exact`, no multiple of `number`; it names the model `name`.
-    """
+    """Cut the tensors of a batch along their rows, evenly if `exact`; pass other values to each."""
     rows = _num_rows(args, kwargs)
     if rows is None:
         raise SettingsError(f"{name} got no tensor with rows: a pipeline cuts batches into micro-batches.")
@@ -548,11 +530,7 @@ def _loss_is_causal(model: Any) -> bool:
 
 
 def loss_in(name: str, output: Any) -> Tensor:
-    """Return the loss in a model's output.
-
-    Raises:
-        SettingsError: There is none; it names the model `name`.
-    """
+    """Return the loss in the output of a model."""
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     loss = first.get("loss") if isinstance(first, Mapping) else getattr(first, "loss", first)
     if not isinstance(loss, Tensor) or loss.ndim:

@@ -40,13 +40,10 @@ _NAME = "_accel_name_in_full_model"
 class ModelNames:
     """The names in a full model, recorded before it is cut.
 
-    Args:
-        state: Names in its state dict, in order.
-        first: For each name of a parameter or buffer, the first of the names of the same tensor.
-        ranks: For each first name, the ranks of the pipeline that have the tensor.
-        outside: The names of tensors outside of all stages' modules: every rank has them.
-        number: Noted with the first name on each parameter, original and in the cut model.
-        groups: For each optimizer, the first names of the parameters of its groups.
+    `first` maps each name of a parameter or buffer to the first name of the same tensor, and `ranks` these to
+    the ranks of the pipeline that have it; tensors `outside` of all stages are on every rank. `groups` has,
+    for each optimizer, the first names of the parameters of its groups. The first name is noted with `number`
+    on each parameter, original and in the cut model.
     """
 
     state: tuple[str, ...]
@@ -60,18 +57,15 @@ class ModelNames:
     def of(cls, model: nn.Module, layout: Layout) -> ModelNames:
         """Record the names of a model."""
         owners = {f"{name}.": layout.rank_of(position) for position, name in enumerate(layout.names)}
+        everywhere = {*layout.ranks}
         known: dict[int, str] = {}
         first: dict[str, str] = {}
         ranks: dict[str, set[int]] = {}
         outside: set[str] = set()
-        named = (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        )
-        for name, tensor in named:
+        parameters = model.named_parameters(remove_duplicate=False)
+        for name, tensor in (*parameters, *model.named_buffers(remove_duplicate=False)):
             key = first[name] = known.setdefault(id(tensor), name)
             owner = next((rank for prefix, rank in owners.items() if name.startswith(prefix)), None)
-            everywhere = set(range(max(layout.ranks) + 1))
             ranks.setdefault(key, set()).update(everywhere if owner is None else {owner})
             if owner is None:
                 outside.add(name)
@@ -128,13 +122,8 @@ def all_gather_objects(obj: Any, group: dist.ProcessGroup) -> list[Any]:
 class PipelineStates(ShardedStates):
     """State dicts of stages, under the names of the full model: this rank's part, or gathered from all.
 
-    Args:
-        models: The names by cut model; every rank has all tensors of other models.
-        group: The ranks of the stages, in order.
-        mesh: All ranks of the run.
-        device: The device of the run.
-        form: Returns the form that `save_state` writes.
-        planners: Plan a rank's writes and reads.
+    `models` has the names by cut model; every rank has all tensors of other models. `group` has the ranks of
+    the stages, in order, and `mesh` all ranks of the run.
     """
 
     def __init__(

@@ -51,21 +51,17 @@ class RankPlanners(Protocol):
     """Plan one rank's writes to and reads from a DCP folder, for one kind of tensors."""
 
     def plan_save(self, state: Mapping[str, Any], rank: int) -> tuple[SavePlanner, SavePlan]:
-        """Plan the writes of this rank.
+        """Plan the writes of this rank: all ranks together write every value once.
 
-        Returns:
-            A planner whose `resolve_data` returns the values, and only the items of this rank: all ranks
-            together write every value once. The data of the plan maps keys to paths in `state`.
+        Return a planner whose `resolve_data` returns the values, and a plan of only this rank's items, whose
+        data maps keys to paths in `state`.
         """
         ...
 
     def plan_load(
         self, state: dict[str, Any], index: Metadata, *, strict: bool, flat: bool
     ) -> tuple[LoadPlanner, LoadPlan]:
-        """Plan the reads of this rank: return a planner that receives the data, and the items to read.
-
-        The arguments are as for `read_into`.
-        """
+        """Plan the reads of this rank, as for `read_into`: return the data's receiver, and the items."""
         ...
 
 

@@ -100,15 +100,9 @@ def follow_replacements(optimizer: Optimizer) -> None:
 class ShardedStrategy(Strategy):
     """Shards models in place; they stay the same objects, with the same names. Subclasses set the attributes.
 
-    Attributes:
-        stages: Functions that shard a model in place, called in this order.
-        validators: Functions that raise `ValueError` on this rank for a model that cannot be sharded.
-        parameters_on: The device of sharded parameters.
-        master_weights: The mixed precision under which trained parameters are cast to float32; `None` to keep
-            all dtypes.
-        only_main_has_values: Whether models of ranks other than 0 may be on the meta device.
-        mesh: The mesh of the run: parameters that `parallelize_module` has sharded over it keep their shards.
-        prepared: The models that it has sharded, or leaves as they are.
+    `stages` shard a model, and `validators` raise `ValueError` on this rank for one that cannot be sharded.
+    Trained parameters are cast to float32 under the mixed precision `master_weights`. Models of ranks other
+    than 0 may be on the meta device if `only_main_has_values`. `prepared` has the sharded models.
     """
 
     features = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}

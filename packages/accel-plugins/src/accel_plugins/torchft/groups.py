@@ -44,15 +44,7 @@ _QUORUM_S = 600
 class ReplicaGroups:
     """This replica group, and its agreement with the others on every optimizer step.
 
-    Args:
-        settings: The number of groups, and the index of this one.
-        runtime: The runtime of this group.
-        is_sharded: Whether the ranks of a group have shards of the models; else each has full models.
-        apart: How often groups that train independently agree; in every step if `None`.
-
-    Raises:
-        MissingDependencyError: torchft is not installed.
-        SettingsError: There is no lighthouse, or the group's index is out of range.
+    If `is_sharded`, its ranks have shards of the models. Groups that train `apart` agree in some steps only.
     """
 
     def __init__(
