@@ -78,15 +78,28 @@ class SequenceShard:
             )
         shard = cast("MutableMapping[str, Any]", copy.copy(batch))
         tokens: Tensor = shard[_KEY]
-        length = self._length_of(tokens)
+        shape = tuple(tokens.shape)
+        where = f"sp_size={self.size}: {_KEY!r} of a batch has the shape {shape}"
+        if len(shape) < 2:
+            raise SettingsError(f"{where}; expected [rows, length].")
+        length = shape[1]
+        if length % self.size:
+            raise SettingsError(
+                f"{where}, and the length {length} is not a multiple of {self.size}; pad the sequences "
+                f"(pad_to_multiple_of={self.size} in collators of transformers)."
+            )
+        if self.length not in (None, length):
+            raise SettingsError(
+                f"DeepSpeedSequenceParallelConfig(sp_seq_length={self.length}, "
+                f"sp_seq_length_is_variable=False): {where}; set neither for sequences of any length."
+            )
         if "position_ids" not in shard:
-            shard["position_ids"] = _positions(shard, length, tokens.device).expand(tokens.shape[0], length)
+            shard["position_ids"] = _positions(shard, length, tokens.device).expand(shape[0], length)
         if "labels" in shard:
             labels = shard.pop("labels")
-            if labels.shape != tokens.shape:
+            if labels.shape != shape:
                 raise SettingsError(
-                    f"sp_size={self.size}: 'labels' of a batch has the shape {tuple(labels.shape)}, but "
-                    f"{_KEY!r} {tuple(tokens.shape)}; expected a label for each token."
+                    f"{where}, but 'labels' {tuple(labels.shape)}; expected a label for each token."
                 )
             labels = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)
             shard.setdefault("shift_labels", labels[..., 1:])
@@ -96,31 +109,10 @@ class SequenceShard:
                 continue
             if value.shape[1] != length:
                 raise SettingsError(
-                    f"sp_size={self.size}: {name!r} of a batch has the shape {tuple(value.shape)}, but "
-                    f"{_KEY!r} {tuple(batch[_KEY].shape)}; dim 1 must be the sequence in both."
+                    f"{where}, but {name!r} {tuple(value.shape)}; dim 1 must be the sequence in both."
                 )
             shard[name] = value[:, begin : begin + length // self.size].contiguous()
         return shard
-
-    def _length_of(self, tokens: Tensor) -> int:
-        shape = tuple(tokens.shape)
-        if len(shape) < 2:
-            raise SettingsError(
-                f"sp_size={self.size}: {_KEY!r} of a batch has the shape {shape}; expected [rows, length]."
-            )
-        if shape[1] % self.size:
-            raise SettingsError(
-                f"sp_size={self.size}: {_KEY!r} of a batch has the shape {shape}, and the length {shape[1]} "
-                f"is not a multiple of {self.size}; pad the sequences (pad_to_multiple_of={self.size} in "
-                "collators of transformers)."
-            )
-        if self.length is not None and shape[1] != self.length:
-            raise SettingsError(
-                f"DeepSpeedSequenceParallelConfig(sp_seq_length={self.length}, "
-                f"sp_seq_length_is_variable=False): {_KEY!r} of a batch has the shape {shape}; leave both "
-                "out for sequences of any length."
-            )
-        return shape[1]
 
 
 def _positions(batch: MutableMapping[str, Any], length: int, device: torch.device) -> Tensor:
@@ -538,26 +530,19 @@ def _routed(implementation: str, core: Callable[..., Any] | None) -> Callable[..
             kwargs["position_ids"] = ulysses.gather(kwargs["position_ids"], -1)
 
         def attend(*heads: Tensor) -> Tensor:
-            with _groups(module, heads[0].shape[1] // heads[1].shape[1]):
+            if not hasattr(module, "num_key_value_groups"):
                 return function(module, *heads, mask, *args, **kwargs)[0]
+            owner: Any = module
+            before = owner.num_key_value_groups  # repeated heads change it
+            owner.num_key_value_groups = heads[0].shape[1] // heads[1].shape[1]
+            try:
+                return function(module, *heads, mask, *args, **kwargs)[0]
+            finally:
+                owner.num_key_value_groups = before
 
         return ulysses.attend(attend, (query, key, value), 1), None
 
     return attention
-
-
-@contextmanager
-def _groups(module: Any, groups: int) -> Generator[None]:
-    """Set the number of query heads per key and value head within the block: repeated heads change it."""
-    before = getattr(module, "num_key_value_groups", groups)
-    if before == groups:
-        yield
-        return
-    module.num_key_value_groups = groups
-    try:
-        yield
-    finally:
-        module.num_key_value_groups = before
 
 
 def _with_full_sequences(create: Callable[..., Any]) -> Callable[..., Any]:
