@@ -448,9 +448,6 @@ def test_copies_of_shards_hold_what_arithmetic_says_and_one_copy_is_saved(checks
     assert first["weights/model*.safetensors"] == 4 * ELEMENTS
     assert first["out/pytorch_model_fsdp_0/__0_0.distcp"] == 4 * ELEMENTS / 8
     assert other["out/pytorch_model_fsdp_0/__9_0.distcp"] == 0, "the second copy"
-    (plan,) = result["checkpoints"].values()
-    assert plan["form"] == "sharded"
-    assert plan["total"] == pytest.approx(12 * ELEMENTS, rel=1e-3)
 
 
 def test_tensor_parallel_layers_are_sharded_and_a_forward_pass_that_one_rank_would_miss_is_named(checks):
@@ -463,7 +460,6 @@ def test_tensor_parallel_layers_are_sharded_and_a_forward_pass_that_one_rank_wou
     assert "out/model.safetensors" not in rank["files"]
     # A full state dict is gathered, of the optimizer too.
     assert result["ranks"]["0"]["host memory"] == pytest.approx(12 * ELEMENTS, rel=1e-3)
-    assert {plan["form"] for plan in result["checkpoints"].values()} == {"whole"}
     (problem,) = result["problems"]
     assert "rank 0 calls all_gather" in problem.replace("allgather", "all_gather")
     assert "rank 7 calls save_state" in problem
@@ -670,8 +666,6 @@ def test_the_files_of_an_engine_are_those_that_it_writes(checks):
     assert first[f"{folder}/mp_rank_00_model_states.pt"] == 2 * ELEMENTS
     assert {name: size for name, size in other.items() if size} == {part: 12 * ELEMENTS // 8}
     assert result["ranks"]["3"]["strategy"] == "ZeRO-2"
-    (plan,) = result["checkpoints"].values()
-    assert (plan["form"], plan["total"]) == ("by rank", 14 * ELEMENTS)
 
 
 @pytest.mark.thorough

@@ -25,11 +25,10 @@ from transformers import (
 from accel import Accelerator
 from accel.utils import DeepSpeedPlugin, ParallelismConfig
 from accel_cli.main import main
-from accel_inspect.check.recorder import RankMemoryTracker
 from accel_inspect.estimate.command import passes_of_batch
 from accel_inspect.estimate.memory import Buckets, TrainingSetup, estimate, estimate_axes
 from accel_inspect.estimate.meta_model import meta_model, shares_of, sizes_of, weights_in
-from accel_inspect.estimate.trace import moments_of
+from accel_inspect.estimate.trace import MemoryTracker, moments_of
 from accel_ops.tree import local_part
 from accel_plugins import TilingKwargs
 from accel_plugins.optimizers.host_adamw import HostAdamW
@@ -366,7 +365,7 @@ def test_the_estimate_of_sharded_training_is_within_a_tenth_of_what_is_measured(
 def test_the_estimate_of_offloaded_shards_is_within_a_tenth_of_what_is_measured(alone_among_8, rows):
     """The device and the host are one memory here; what the optimizer keeps and changes is the host's."""
     away = CPUOffloadPolicy(pin_memory=False)
-    with RankMemoryTracker(None) as tracker:
+    with MemoryTracker(None) as tracker:
         with torch.device("meta"):
             model = Net()
         for block in model.blocks:
@@ -420,7 +419,7 @@ def test_the_estimate_of_an_engine_is_within_a_tenth_of_what_is_measured(strateg
     plugin = DeepSpeedPlugin(hf_ds_config={**config, "zero_force_ds_cpu_optimizer": False})
     with deepspeed_process():
         accelerator = Accelerator(cpu=True, mixed_precision=precision, deepspeed_plugin=plugin)
-        with RankMemoryTracker(None) as tracker:
+        with MemoryTracker(None) as tracker:
             model = Net()
             # Like DeepSpeed's own, the fused optimizer needs no temporaries.
             optimizer = torch.optim.AdamW(model.parameters(), fused=bool(away))

@@ -8,22 +8,19 @@ import pytest
 from accel_cli.launch.hosts import HostDevices
 from accel_cli.main import main
 from accel_inspect.check.command import find_problems, fp8_refusals
-from accel_inspect.check.record import RankRecord, SelectedStrategy
-from accel_inspect.estimate.memory import ModelSizes
+from accel_inspect.check.record import RankRecord
+from accel_inspect.estimate.memory import Estimate
 from accel_inspect.trial import RankTask, environ_on_cpu, run_script
 from accel_state.settings import Layer, SourcedValue, merge_layers
-
-SIZES = ModelSizes(parameters=10**6, trainable=10**6, blocks=(10**5,) * 10, largest=10**5)
 
 
 def test_a_rank_that_needs_too_much_is_named():
     merged = merge_layers()
-    records = [RankRecord(rank=0, strategy=SelectedStrategy(name="ddp"), sizes=SIZES)]
-    findings = find_problems(records, merged, 8, 10**7)
-    assert findings.estimates[0].strategy == "DDP"
-    assert findings.estimates[0].device == 24 * 10**6
-    assert "rank 0 needs" in findings.problems[0]
-    assert find_problems(records, merged, 8, 10**9).problems == ()
+    memory = Estimate(strategy="DDP", parts={"parameters": 4 * 10**6, "optimizer": 20 * 10**6})
+    records = [RankRecord(rank=0, memory=memory)]
+    (problem,) = find_problems(records, merged, 8, 10**7)
+    assert "rank 0 needs" in problem
+    assert find_problems(records, merged, 8, 10**9) == []
 
 
 def test_another_number_of_processes_in_the_config_is_reported():
@@ -34,9 +31,8 @@ def test_another_number_of_processes_in_the_config_is_reported():
             )
         }
     )
-    assert find_problems([RankRecord(rank=0)], merged, 8, None).problems == (
-        "key num_processes of c.yaml is 4, but --world is 8.",
-    )
+    problem = "key num_processes of c.yaml is 4, but --world is 8."
+    assert find_problems([RankRecord(rank=0)], merged, 8, None) == [problem]
 
 
 @pytest.mark.parametrize(

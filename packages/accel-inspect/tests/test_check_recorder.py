@@ -58,8 +58,8 @@ def test_a_tensor_that_is_moved_to_the_host_and_those_computed_from_it_are_not_o
         on_host = recorder.move(x, to_host=True)
         twice = torch.cat([on_host, on_host])
         assert max(moment.activations for moment in tracker.moments) == 4000
-        assert recorder.host == 12_000
+        assert tracker.host == 12_000
         on_device = recorder.move(twice, to_host=False)
         assert recorder.move(on_device, to_host=False) is on_device
         assert max(moment.activations for moment in tracker.moments) == 12_000
-    assert recorder.host == 12_000
+    assert tracker.host == 12_000

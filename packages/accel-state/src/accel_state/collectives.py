@@ -77,8 +77,8 @@ class Collectives(Protocol):
         """
         ...
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """Gather the picklable objects of all ranks, in rank order."""
+    def all_gather_object(self, obj: Any, *, call: str = "") -> list[Any]:
+        """Gather the picklable objects of all ranks, in rank order, for an operation that `call` names."""
         ...
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
@@ -88,6 +88,10 @@ class Collectives(Protocol):
     def barrier(self) -> None:
         """Wait for all ranks."""
         ...
+
+
+in_place_of_group: Collectives | None = None
+"""What the collectives of several processes go through, if it is not a process group."""
 
 
 def agree(
@@ -114,7 +118,7 @@ def agree(
     facts = facts or {}
     digest = hashlib.blake2b(repr((call, sorted(facts.items()))).encode(), digest_size=8).digest()
     values: list[Any] = []
-    for other, of_rank in ranks.all_gather_object((digest, value)):
+    for other, of_rank in ranks.all_gather_object((digest, value), call=call):
         if other != digest:
             break
         values.append(of_rank)
@@ -169,7 +173,8 @@ class SingleCollectives:
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
         """Do nothing: the tensor is the sum."""
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any, *, call: str = "") -> list[Any]:
+        del call
         return [obj]
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
@@ -279,7 +284,8 @@ class TorchCollectives:
             if wider is not None or buffer is not tensor:
                 tensor.copy_(buffer if wider is None else total)
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any, *, call: str = "") -> list[Any]:
+        del call
         content = pickle.dumps(obj)
         content = (_HEAD + len(content)).to_bytes(_HEAD, sys.byteorder) + content
         device = "cpu" if "cpu" in self._device_types else self._device

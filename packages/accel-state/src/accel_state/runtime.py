@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from accel_state import collectives, hang_monitor, process_group
 from accel_state import environ as process_environment
-from accel_state import hang_monitor, process_group
 from accel_state.collectives import (
     Collectives,
     SingleCollectives,
@@ -225,7 +225,8 @@ def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, 
         set_group_timeout(timeout)
     own, device = runtime.kind.own_runtime, runtime.device
     if own is None:
-        joined = replace(runtime, collectives=TorchCollectives(device), backend=_backend_of(device))
+        ranks = collectives.in_place_of_group or TorchCollectives(device)
+        joined = replace(runtime, collectives=ranks, backend=_backend_of(device))
     else:
         joined = replace(runtime, collectives=own.collectives(device), backend=runtime.kind.backend)
     _monitor(joined, timeout or group_timeout(runtime.device))

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING, Any
 from accel_plugins.registry import load
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from accel_plugins.strategy import Bundle, Strategy, StrategySpec
+    from accel_state.remote import AnyPath
     from accel_train.accelerator import Accelerator
+    from accel_train.checkpoint.context import CheckpointContext
+    from accel_train.checkpoint.save import CheckpointFile
     from accel_train.data.adapter import PreparedLoader
 
 
@@ -32,6 +37,13 @@ class Observer:
         """Yield the batches of one pass over a prepared loader."""
         del loader
         return read()
+
+    def saved(
+        self, run: CheckpointContext, target: AnyPath, parts: Callable[[Path], list[CheckpointFile]]
+    ) -> bool:
+        """Return whether `save_state` writes a checkpoint; `parts(folder)` are the files of this rank."""
+        del run, target, parts
+        return True
 
 
 observer: Observer | None = None

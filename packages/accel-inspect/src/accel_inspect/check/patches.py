@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,13 +23,13 @@ from torch.utils.data import DataLoader
 
 from accel_inspect.check.pipeline import patch_pipelines
 from accel_inspect.check.recorder import CollectiveRecorder, fake_value, is_fake, nbytes_of
-from accel_inspect.check.strategy import FORMS, CheckObserver, files_of
+from accel_inspect.check.strategy import CheckObserver
 from accel_inspect.trial import RankTask, replace_names
-from accel_ops.tree import recursively_apply
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int, fill_shards
 from accel_plugins.optimizers.matrices import ShardLayout
+from accel_state import collectives
 from accel_state.collectives import ReduceOp
-from accel_state.libraries import BY_NAME
+from accel_state.libraries import BY_NAME, Fp8Device
 from accel_state.torch_private import FakeTensor, ShardingPropagator, compute_local_shape_and_global_offset
 from accel_train import observing
 
@@ -62,7 +62,8 @@ def _patch_values() -> None:
         return read
 
     tensor: Any = torch.Tensor
-    for name, make in (("tolist", _fake_list), ("numpy", _fake_array), ("__array__", _fake_array)):
+    arrays = dict.fromkeys(("numpy", "__array__"), _fake_array)
+    for name, make in {"tolist": _fake_list, "data_ptr": lambda _: 0, **arrays}.items():
         setattr(tensor, name, replaced(getattr(tensor, name), make))
 
 
@@ -174,13 +175,9 @@ def _run_within(context: Callable[[], AbstractContextManager[None]], method: Any
 
 
 def _patch_communication(recorder: CollectiveRecorder, task: RankTask) -> None:
-    """Patch the collectives, and the operations of `accel_ops` that use them."""
-    collectives = SingleRankCollectives(recorder, task.rank, task.world)
-    replace_names("accel_state.runtime", TorchCollectives=lambda _: collectives)
-    operations = fake_operations(recorder, task.world)
+    """Let the operations of `accel_ops` run without other processes."""
+    collectives.in_place_of_group = SingleRankCollectives(recorder, task.rank, task.world)
     replace_names("accel_plugins.parallelism.experts", exchange_counts=_share_experts_evenly)
-    replace_names("accel_ops.pad", pad_across_processes=operations.pop("pad_across_processes"))
-    replace_names("accel_ops.collectives", **operations)
 
 
 def _share_experts_evenly(
@@ -195,19 +192,20 @@ def _share_experts_evenly(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SingleRankCollectives:
-    """`accel_state.collectives.Collectives` without other processes, whose data is that of this rank."""
+    """`accel_state.collectives.Collectives` without other processes, whose data is that of this rank.
+
+    An operation on nested data is recorded as its ranks compare their calls; what it sends belongs to it.
+    """
 
     recorder: CollectiveRecorder
     rank: int
     world_size: int
 
     def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
-        del out, tensor
-        self.recorder.record("all_gather")
+        """Do nothing: tensors have no values."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        del tensor, src
-        self.recorder.record("broadcast")
+        """Do nothing, too."""
 
     def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
         del out, parts, src
@@ -215,57 +213,17 @@ class SingleRankCollectives:
         return lambda: None
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
-        del tensor, op
-        self.recorder.record("all_reduce")
+        """Do nothing, too."""
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        self.recorder.record("all_gather_object")
+    def all_gather_object(self, obj: Any, *, call: str = "all_gather_object") -> list[Any]:
+        self.recorder.record(call.partition("(")[0])
         return [obj] * self.world_size
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
-        del objects, src
-        self.recorder.record("broadcast_object_list")
+        """Do nothing: the objects are those of this rank."""
 
     def barrier(self) -> None:
         self.recorder.record("wait_for_everyone")
-
-
-def fake_operations(recorder: CollectiveRecorder, world_size: int) -> dict[str, Callable[..., Any]]:
-    """Make replacements of the operations of `accel_ops.collectives` and `accel_ops.pad`, by name."""
-
-    def gather(tensor: Any) -> Any:
-        recorder.record("gather")
-        return recursively_apply(repeat, tensor, error_on_other_type=True)
-
-    def repeat(leaf: Tensor) -> Tensor:
-        return torch.cat([leaf.reshape(1) if leaf.ndim == 0 else leaf] * world_size)
-
-    def gather_object(object: Any) -> Any:  # noqa: A002 - the documented name
-        recorder.record("gather_object")
-        return [*object] * world_size
-
-    def broadcast(tensor: Any, from_process: int = 0) -> Any:
-        del from_process
-        recorder.record("broadcast")
-        return tensor
-
-    def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
-        del from_process
-        recorder.record("broadcast_object_list")
-        return object_list
-
-    def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-        del reduction
-        recorder.record("reduce")
-        return recursively_apply(lambda leaf: leaf * scale, tensor, error_on_other_type=True)
-
-    def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        del dim, pad_index, pad_first
-        recorder.record("pad_across_processes")
-        return tensor
-
-    functions = (gather, gather_object, broadcast, broadcast_object_list, reduce, pad_across_processes)
-    return {function.__name__: function for function in functions}
 
 
 def _patch_recipes(recorder: CollectiveRecorder) -> None:
@@ -273,6 +231,8 @@ def _patch_recipes(recorder: CollectiveRecorder) -> None:
     choose: Any = pkgutil.resolve_name("accel_plugins.fp8.build.choose_backend")
 
     def choose_backend(named: str | None, device: Any, **options: Any) -> Any:
+        if named == "MSAMP":  # It is refused where it is not installed, not because the check is on the CPU.
+            device = Fp8Device(type="cuda")
         backend = BY_NAME[named] if named == "TE" else choose(named, device, **options)
         recorder.fp8 = backend.title
         return backend
@@ -307,24 +267,7 @@ def _patch_recipes(recorder: CollectiveRecorder) -> None:
 
 
 def _patch_storage(recorder: CollectiveRecorder) -> None:
-    """Patch what reads and writes checkpoints and weights: files are recorded instead."""
-    saving: Any = import_module("accel_train.checkpoint.save")
-
-    # 1. Make the fakes of checkpoints, weights and objects.
-    def save(run: Any, output_dir: Any, *, safe: bool, blocking: bool, to_disk: bool) -> Any:
-        del blocking, to_disk
-        recorder.record("save_state")
-        folder = saving.target_of(run, output_dir)
-        if run.is_automatic:
-            run.project.iteration += 1
-        with recorder.silence():
-            form = FORMS[saving.form_of_run(run)]
-            files = [*files_of(run, recorder.full_models, safe=safe)]
-        for name, nbytes, full_nbytes in files:
-            recorder.record_file(str(folder / name), nbytes, form=form, full_nbytes=full_nbytes)
-        if form == "whole" and recorder.is_sharded:  # It is gathered before it is written.
-            recorder.record_host_buffer(sum(nbytes for _, nbytes, _ in files))
-        return SimpleNamespace(done=True, path=str(folder), wait=lambda: str(folder))  # It is complete.
+    """Patch what loads checkpoints, and what writes weights and objects: files are recorded instead."""
 
     def load(*args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -339,15 +282,14 @@ def _patch_storage(recorder: CollectiveRecorder) -> None:
 
     def write_object(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
-        recorder.record_file(str(f), nbytes_of(obj))
+        if not isinstance(f, BytesIO):  # it is a part of a file
+            recorder.record_file(str(f), nbytes_of(obj))
 
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **options: Any) -> None:
         if options.get("is_main_process", args[0] if args else True):
             state = options.get("state_dict", args[1] if len(args) > 1 else None)
             write_weights([self.state_dict() if state is None else state], save_directory)
 
-    # 2. Put them in place of the real functions.
-    saving.save = save
     if "transformers.modeling_utils" in sys.modules:
         replace_names("transformers.modeling_utils.PreTrainedModel", save_pretrained=save_pretrained)
     replace_names(

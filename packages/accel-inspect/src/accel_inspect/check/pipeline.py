@@ -25,6 +25,7 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
     Evaluations, and the pass by which ranks learn what stages pass on, run on a copy of the full model.
     """
     copies: WeakKeyDictionary[Pipeline, nn.Module] = WeakKeyDictionary()
+    originals: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()  # of cut models
     full_models: dict[int, nn.Module] = {}  # by the identity of the names, kept as long as the model
     pipeline: Any = Pipeline
     of_strategy: Any = strategy
@@ -36,7 +37,7 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
     def note_names(model: nn.Module, layout: Layout) -> ModelNames:
         names = names_of(model, layout)
         with recorder.paused():
-            recorder.full_models[model] = full_models[id(names)] = copy.deepcopy(model)
+            originals[model] = full_models[id(names)] = copy.deepcopy(model)
         return names
 
     def cut_and_copy(self: strategy.PipelineStrategy, model: nn.Module) -> None:
@@ -44,7 +45,7 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
         made = self.pipelines[model]
         policy: Any = None if self.full is None else self.full.plugin.mixed_precision_policy
         with recorder.paused():
-            copies[made] = copy.deepcopy(recorder.full_models[model])
+            copies[made] = copy.deepcopy(originals[model])
             if policy is not None and policy.param_dtype is not None:
                 copies[made].to(policy.param_dtype)
         stage[:] = [made.rank]

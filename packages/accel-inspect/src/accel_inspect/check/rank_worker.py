@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.distributed as dist
 
 from accel_inspect.check.outputs import keep_outputs
 from accel_inspect.check.patches import install
 from accel_inspect.check.record import RankRecord
 from accel_inspect.check.recorder import CollectiveRecorder
-from accel_inspect.estimate.memory import ModelSizes
+from accel_inspect.estimate.memory import Estimate, ModelSizes, TrainingSetup, estimate
 from accel_inspect.estimate.meta_model import sizes_of
 from accel_inspect.trial import RankTask, run_script
 from accel_state.torch_private import FakeStore
@@ -22,17 +24,10 @@ def main(task: RankTask) -> RankRecord:
     keep_outputs(task)
     with recorder.on_fake_tensors():
         stopped = run_script(task)
-    tracker = recorder.tracker
     return RankRecord(
         rank=task.rank,
-        strategy=recorder.strategy,
+        memory=_memory_of(recorder, task.world),
         fp8=recorder.fp8,
-        buckets=recorder.buckets,
-        on_rank=recorder.on_rank,
-        sizes=_sizes(recorder),
-        moments=() if tracker is None else tracker.moments,
-        parts={} if tracker is None or not recorder.is_sharded else tracker.parts,
-        host=recorder.host,
         events=tuple(recorder.events),
         files=tuple(recorder.files),
         loaders=tuple(recorder.loaders.values()),
@@ -40,14 +35,23 @@ def main(task: RankTask) -> RankRecord:
     )
 
 
-def _sizes(recorder: CollectiveRecorder) -> ModelSizes | None:
-    if not recorder.models:
+def _memory_of(recorder: CollectiveRecorder, world: int) -> Estimate | None:
+    tracker = recorder.tracker
+    if tracker is None:
         return None
+    if recorder.is_sharded:
+        parts = tracker.parts
+        on_device = {"working": parts["working"]} if recorder.is_offloaded else parts
+        host = sum(parts.values()) - sum(on_device.values())
+        return Estimate(strategy=recorder.strategy, parts=on_device, host=host + tracker.host)
     models = [sizes_of(model) for model in recorder.models]
-    return ModelSizes(
+    sizes = ModelSizes(
         parameters=sum(sizes.parameters for sizes in models),
         trainable=sum(sizes.trainable for sizes in models),
         blocks=tuple(block for sizes in models for block in sizes.blocks),
         largest=max(sizes.largest for sizes in models),
         buffers=sum(sizes.buffers for sizes in models),
     )
+    setup = TrainingSetup(sizes=sizes, devices=world, moments=tracker.moments, **recorder.setup)
+    estimated = estimate(recorder.counted_as, setup)
+    return replace(estimated, host=estimated.host + tracker.host)

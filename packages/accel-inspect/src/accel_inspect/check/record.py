@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import field
 from itertools import permutations, zip_longest
 
-from accel_inspect.estimate.memory import Buckets, MemoryPeak, ModelSizes
+from accel_inspect.estimate.memory import Estimate
 from accel_state.frozen import frozen
 
 
@@ -37,34 +37,11 @@ class RecordedCollective:
 
 @frozen
 class File:
-    """A file that would be written.
-
-    Args:
-        form: The form of its checkpoint, if it belongs to one.
-        full_nbytes: Bytes of it and of the shards that other ranks write.
-    """
+    """A file that would be written."""
 
     name: str
     nbytes: int
     where: str
-    form: str = ""
-    full_nbytes: int = 0
-
-
-@frozen
-class SelectedStrategy:
-    """The strategy of a rank.
-
-    Args:
-        counted_as: Its name among the estimates, if its own code does not run.
-        offloaded: Whether parameters, gradients and optimizer states are on the host.
-    """
-
-    name: str = ""
-    counted_as: str = ""
-    axes: Mapping[str, int] = field(default_factory=dict[str, int])
-    offloaded: bool = False
-    precision: str = "no"
 
 
 @frozen
@@ -89,26 +66,15 @@ class RankRecord:
     """The record of one rank.
 
     Args:
-        strategy: The strategy that would train; its name is empty if no `Accelerator` was made.
+        memory: As tracked, or an estimate if its strategy's code did not run; None without a model.
         fp8: The title of the library that multiplies matrices in 8 bits; empty if none does.
-        on_rank: Elements of parameters that Megatron keeps on the rank.
-        sizes: The models, in elements; None if none was prepared.
-        moments: The moments of its passes with most memory.
-        parts: Its peak in bytes by kind, if the strategy's own code ran.
-        host: Peak of host bytes for tensors that are moved there, such as a gathered model.
         loaders: Its prepared loaders, in order.
         stopped: Why and where the script stopped early; empty if it completed.
     """
 
     rank: int
-    strategy: SelectedStrategy = field(default_factory=SelectedStrategy)
+    memory: Estimate | None = None
     fp8: str = ""
-    buckets: Buckets = field(default_factory=Buckets)
-    on_rank: int = 0
-    sizes: ModelSizes | None = None
-    moments: tuple[MemoryPeak, ...] = ()
-    parts: Mapping[str, int] = field(default_factory=dict[str, int])
-    host: int = 0
     events: tuple[RecordedCollective, ...] = ()
     files: tuple[File, ...] = ()
     loaders: tuple[LoaderRecord, ...] = ()

@@ -9,19 +9,16 @@ from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_inspect.check.record import File, LoaderRecord, RecordedCollective, SelectedStrategy
-from accel_inspect.estimate.memory import ADAM, Buckets
-from accel_inspect.estimate.trace import LiveStorageTracker, storage_key, wraps_tensors
+from accel_inspect.check.record import File, LoaderRecord, RecordedCollective
+from accel_inspect.estimate.trace import MemoryTracker, storage_key, wraps_tensors
 from accel_inspect.trial import source_line
 from accel_ops.modules import replaced_attributes
 from accel_ops.tree import local_part
-from accel_plugins.fp8.recipe import plain_tensor
 from accel_state.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -45,13 +42,14 @@ class CollectiveRecorder:
 
     Args:
         models: The prepared models.
-        full_models: Copies of the prepared models of which a rank has some stages, before they were cut.
+        strategy: The name of the strategy, with its axes.
+        counted_as: The name of its estimate, if its own code does not run.
+        setup: What the estimate needs to know of it.
         fakes: The mode of fake tensors.
         tracker: Tracks the memory of the rank, from the first prepared model on.
         is_on_real_tensors: Whether tensors are currently real.
         is_sharded: Whether models are sharded as in training, so that their tracked memory is the rank's.
-        buckets: The buckets that DeepSpeed would allocate.
-        on_rank: Elements of parameters that Megatron would keep on the rank.
+        is_offloaded: Whether parameters, gradients and optimizer states are on the host.
         fp8: The title of the library that would multiply matrices in 8 bits.
     """
 
@@ -59,18 +57,17 @@ class CollectiveRecorder:
     files: list[File] = field(default_factory=list[File])
     loaders: dict[int, LoaderRecord] = field(default_factory=dict[int, LoaderRecord])
     models: list[nn.Module] = field(default_factory=list["nn.Module"])
-    full_models: WeakKeyDictionary[nn.Module, nn.Module] = field(default_factory=WeakKeyDictionary)
-    strategy: SelectedStrategy = field(default_factory=SelectedStrategy)
+    strategy: str = ""
+    counted_as: str = ""
+    setup: dict[str, Any] = field(default_factory=dict[str, Any])
     fakes: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
-    tracker: RankMemoryTracker | None = None
+    tracker: MemoryTracker | None = None
     is_sharded: bool = False
-    buckets: Buckets = field(default_factory=Buckets)
-    on_rank: int = 0
+    is_offloaded: bool = False
     fp8: str = ""
     is_on_real_tensors: bool = False
     _is_silent: bool = False
     _stage: int | None = None
-    _buffered_on_host: int = 0
 
     @contextlib.contextmanager
     def on_fake_tensors(self) -> Generator[None]:
@@ -86,7 +83,7 @@ class CollectiveRecorder:
         self.models += models
         self.is_sharded |= sharded
         if self.tracker is None:
-            self.tracker = self._stack.enter_context(RankMemoryTracker(self.fakes))
+            self.tracker = self._stack.enter_context(MemoryTracker(self.fakes))
         for model in models:
             self.tracker.add(model)
 
@@ -124,10 +121,9 @@ class CollectiveRecorder:
                 )
             )
 
-    def record_file(self, name: str, nbytes: int, *, form: str = "", full_nbytes: int | None = None) -> None:
+    def record_file(self, name: str, nbytes: int) -> None:
         """Record a file."""
-        size = nbytes if full_nbytes is None else full_nbytes
-        self.files.append(File(name=name, nbytes=nbytes, where=source_line(), form=form, full_nbytes=size))
+        self.files.append(File(name=name, nbytes=nbytes, where=source_line()))
 
     def record_loader(self, loader: Any, shard: int) -> None:
         """Record a prepared loader."""
@@ -169,15 +165,6 @@ class CollectiveRecorder:
         with tracker.moving(to_host=to_host):
             return tensor.clone()
 
-    def record_host_buffer(self, nbytes: int) -> None:
-        """Record a temporary use of host memory for which no tensor exists in the check."""
-        self._buffered_on_host = max(self._buffered_on_host, nbytes)
-
-    @property
-    def host(self) -> int:
-        """Peak of the bytes that were moved to the host."""
-        return max(self._buffered_on_host, 0 if self.tracker is None else self.tracker.host)
-
     def make_fake(self, data: Any) -> Any:
         """Replace the tensors of nested data by fake ones on the CPU."""
         return tree_map(
@@ -186,121 +173,16 @@ class CollectiveRecorder:
 
 
 def nbytes_of(data: Any) -> int:
-    """Sum the bytes of all tensors in nested data, each storage once."""
-    tensors = (leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor))
-    storages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    """Sum the bytes of all fake tensors in nested data, each storage once."""
+    tensors = (local_part(leaf) for leaf in tree_leaves(data) if isinstance(leaf, Tensor))
+    storages = {
+        storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors if is_fake(tensor)
+    }
     return sum(storages.values())
 
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-_DEVICE = torch.ops.prim.device.default
-
-
-class RankMemoryTracker(LiveStorageTracker):
-    """Tracks the live storages of a rank in passes and optimizer steps.
-
-    Sharded parameters, gradients and states count with the rank's shard. As in
-    `torch.distributed._tools.mem_tracker`, which supports one device only, sizes follow
-    `UntypedStorage.resize_`, by which FSDP frees gathered parameters.
-    """
-
-    def __init__(self, fakes: FakeTensorMode | None) -> None:
-        super().__init__(fakes)
-        self._models: list[nn.Module] = []
-        self._peak_of_passes = self._by_part()
-        self._peak_of_steps = self._by_part()
-        self._is_stepping = False
-        self._state_bytes = 0
-
-    def __enter__(self) -> RankMemoryTracker:
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._tracked_resize()  # pyright: ignore[reportAttributeAccessIssue]
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        torch.UntypedStorage.resize_ = self._resize
-        super().__exit__(*error)  # pyright: ignore[reportArgumentType]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].device  # Four of five calls are this one.
-        if func is _WAIT and not any(map(wraps_tensors, types)):
-            return args[0]  # On fake tensors, waiting would create another tensor.
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def add(self, model: nn.Module) -> None:
-        super().add(model)
-        self._models.append(model)
-
-    @contextlib.contextmanager
-    def stepping(self, optimizer: Optimizer) -> Generator[None]:
-        """Attribute new tensors that stay to the optimizer's state within the block."""
-        self._is_stepping = True
-        try:
-            yield
-        finally:
-            for leaf in tree_leaves([*optimizer.state.values()]):
-                if isinstance(leaf, Tensor) and not self.has_on_host(plain_tensor(local_part(leaf))):
-                    self._mark(leaf, "optimizer")
-            for model in self._models:
-                for parameter in model.parameters():  # FSDP may have replaced it in its first forward pass.
-                    self._mark(parameter, "parameters")
-            self._state_bytes = self._bytes["optimizer"]
-            self._update_peaks()
-            self._is_stepping = False
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes at the rank's peak: parameters, gradients, optimizer, and the remaining ones as working.
-
-        The optimizer's state counts in every pass but the first; if no step was tracked, that of Adam.
-        """
-        state = self._state_bytes or ADAM * sum(
-            local_part(parameter).numel()
-            for model in self._models
-            for parameter in model.parameters()
-            if parameter.requires_grad
-        )
-        in_passes = {**self._peak_of_passes, "optimizer": state}
-        return max(in_passes, self._peak_of_steps, key=lambda parts: sum(parts.values()))
-
-    def _by_part(self) -> dict[str, int]:
-        parts = {kind: self._bytes[kind] for kind in ("parameters", "gradients", "optimizer", "working")}
-        parts["working"] += self._bytes["casts"]
-        return parts
-
-    def _update_peaks(self) -> None:
-        parts = self._by_part()
-        if self._is_stepping:
-            if sum(parts.values()) >= sum(self._peak_of_steps.values()):
-                self._peak_of_steps = parts
-            return
-        super()._update_peaks()
-        if _without_state(parts) > _without_state(self._peak_of_passes):
-            self._peak_of_passes = parts
-
-    def _tracked_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
-        resize = self._resize
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            entry = self._alive.get(storage._cdata)
-            if entry is not None:
-                self._bytes[entry.kind] += storage.nbytes() - entry.nbytes
-                entry.nbytes = storage.nbytes()
-                self._update_peaks()
-            return result
-
-        return resize_
-
-
-def _without_state(parts: Mapping[str, int]) -> int:
-    return sum(parts.values()) - parts["optimizer"]
-
-
 _ATEN: Any = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 _LOCAL = frozenset({"wait_tensor", "wait_tensors"})
 _TRANSFERS = {"send": "send", "recv": "receive"}

@@ -1,4 +1,4 @@
-"""Record what strategies do; fake engines; list the files of their checkpoints.
+"""Record what strategies do, and fake the engines.
 
 Strategies that shard models with PyTorch's own API run as they are, on a fake process group. Under the others
 models stay unsharded, and their memory is estimated.
@@ -7,9 +7,10 @@ models stay unsharded, and their memory is estimated.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.lr_scheduler import LambdaLR
 
-from accel_inspect.check.record import SelectedStrategy
+from accel_inspect.check.recorder import CollectiveRecorder, nbytes_of
 from accel_inspect.estimate.megatron import stage_elements
 from accel_inspect.estimate.memory import ADAM, MASTER, MEGATRON, Buckets
-from accel_inspect.estimate.trace import storage_key
-from accel_ops.tree import local_part
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
@@ -34,23 +33,18 @@ from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.strategy import batch_sharding, groups_of
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.precision import EnginePrecision
-from accel_plugins.sharding.folder import ShardWriter
-from accel_plugins.sharding.state import INDEX_NAME, StateForm, shard_file
-from accel_plugins.strategy import Bundle, Feature, PrecisionPolicy, Strategy, StrategySpec
+from accel_plugins.sharding.state import StateForm, local_metadata_file, shard_file
+from accel_plugins.strategy import Bundle, Feature, Strategy, StrategySpec
 from accel_plugins.unsharded import States, check_materialised
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.runtime import Runtime
-from accel_state.settings.model import Settings
-from accel_state.torch_private import tree_leaves
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.context import CheckpointContext
-from accel_train.checkpoint.save import form_of_run
 from accel_train.observing import Observer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_inspect.check.recorder import CollectiveRecorder
+    from accel_state.remote import AnyPath
+    from accel_train.checkpoint.context import CheckpointContext
 
 
 REAL = frozenset({"fsdp2", "pipeline", "tp"})
@@ -65,12 +59,26 @@ class CheckObserver(Observer):
 
     def build(self, spec: StrategySpec, *arguments: Any) -> Strategy:
         """Build a strategy, or its fake, that is recorded."""
-        recorder, handlers = self.recorder, arguments[-1]
-        is_real = spec.name in REAL
+        recorder, handlers, name = self.recorder, arguments[-1], spec.name
         with recorder.on_real_tensors():  # Meshes need real values.
-            built = super().build(spec, *arguments) if is_real else _fake(recorder, spec.name, *arguments)
-        recorder.strategy = _describe(spec.name, built, handlers)
-        _record(recorder, built, is_real=is_real)
+            if name in REAL:
+                built = super().build(spec, *arguments)
+            else:
+                built = FAKES.get(name, FakeStrategy)(recorder, name, *arguments)
+                recorder.counted_as = built.counted_as
+        if built.mesh is not None:
+            axes = dict(zip(built.mesh.mesh_dim_names or (), built.mesh.shape, strict=True))
+            if (config := handlers.get(ParallelismConfig)) is not None and config.ep_enabled:
+                axes["ep"] = config.ep_size
+            sizes = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+            name = f"{name}: {sizes}" if sizes else name
+        recorder.strategy = name
+        recorder.setup["width"] = 4 if built.precision.name == "no" else 2
+        plugin = handlers.get(FullyShardedDataParallelPlugin)
+        recorder.is_offloaded = spec.name == "fsdp2" and isinstance(
+            getattr(plugin, "cpu_offload", None), CPUOffloadPolicy
+        )
+        _record(recorder, built, is_real=spec.name in REAL)
         return built
 
     def batches(self, loader: Any, read: Callable[[], Iterator[Any]]) -> Generator[Any]:
@@ -95,6 +103,20 @@ class CheckObserver(Observer):
                 recorder.record_batch(loader, upcoming)
         with recorder.on_real_tensors():
             del real_batches
+
+    def saved(self, run: CheckpointContext, target: AnyPath, parts: Callable[[Path], list[Any]]) -> bool:
+        """Record the files that this rank would write, and write none."""
+        self.recorder.record("save_state")
+        folder = Path(str(target))
+        with suppress(FileExistsError):  # another rank was first
+            folder.mkdir(parents=True)  # a copy, for hooks
+        is_engine = isinstance(run.strategy.states, EngineStates)
+        with self.recorder.silence(), self.recorder.paused() if is_engine else nullcontext():
+            for part in parts(folder):
+                # The metadata of shards are there while others are written.
+                if Path(part.name).name != local_metadata_file(run.rank):
+                    self.recorder.record_file(str(folder / part.name), nbytes_of(part.state))
+        return False
 
 
 _END: Any = object()
@@ -136,120 +158,48 @@ def _record(recorder: CollectiveRecorder, strategy: Any, *, is_real: bool) -> No
     strategy.backward, strategy.step = backward_recorded, step_recorded
 
 
-def _describe(name: str, strategy: Strategy, handlers: Mapping[type, Any]) -> SelectedStrategy:
-    axes: dict[str, int] = {}
-    if isinstance(strategy, FakeMegatron):
-        axes = {**strategy.groups.axes}
-    elif strategy.mesh is not None:
-        axes = dict(zip(strategy.mesh.mesh_dim_names or (), strategy.mesh.shape, strict=True))
-        if (config := handlers.get(ParallelismConfig)) is not None and config.ep_enabled:
-            axes["ep"] = config.ep_size
-    offloads = name == "fsdp2" and isinstance(_fsdp_plugin(handlers).cpu_offload, CPUOffloadPolicy)
-    counted_as = "" if name in REAL else _COUNTED.get(name, _as_ddp)(handlers)
-    return SelectedStrategy(
-        name=name, counted_as=counted_as, axes=axes, offloaded=offloads, precision=strategy.precision.name
-    )
-
-
-def _as_ddp(handlers: Mapping[type, Any]) -> str:
-    options = handlers.get(DistributedDataParallelKwargs)
-    return "DDP, gradients in buckets" if options and options.gradient_as_bucket_view else "DDP"
-
-
-def _as_fsdp(handlers: Mapping[type, Any]) -> str:
-    plugin = _fsdp_plugin(handlers)
-    offload = plugin.cpu_offload
-    if getattr(offload, "offload_params", offload):
-        return "FSDP2, offloaded"
-    return {"NO_SHARD": "DDP", "SHARD_GRAD_OP": "FSDP2, gathered once"}.get(
-        getattr(plugin.sharding_strategy, "name", ""), "FSDP2"
-    )
-
-
-def _as_zero(handlers: Mapping[type, Any]) -> str:
-    plugin = _deepspeed_plugin(handlers)
-    stage = int(plugin.get_value("zero_optimization.stage", 0))
-    optimizer, weights = (
-        plugin.get_value(f"zero_optimization.offload_{what}.device", None) not in {None, "none"}
-        for what in ("optimizer", "param")
-    )
-    suffix = _OFFLOADED[optimizer, weights if stage == 3 else optimizer]
-    return f"ZeRO-{stage}{suffix}" if stage else "DDP"
-
-
-_OFFLOADED = {
-    (False, False): "",
-    (True, True): ", offloaded",
-    (True, False): ", optimizer offloaded",
-    (False, True): ", weights offloaded",
-}
-"""The end of the name of the estimate, by whether the optimizer and the weights are offloaded."""
-
-_COUNTED: Mapping[str, Callable[[Mapping[type, Any]], str]] = {
-    "single": lambda _: "one device",
-    "ddp": _as_ddp,
-    "fsdp1": _as_fsdp,
-    "deepspeed": _as_zero,
-    "megatron": lambda handlers: MEGATRON[bool(_megatron_plugin(handlers).use_distributed_optimizer)],
-}
-"""The strategy whose estimate counts, by the name of the strategy; others are estimated as DDP."""
-
-
-def _fsdp_plugin(handlers: Mapping[type, Any]) -> FullyShardedDataParallelPlugin:
-    return handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin()
-
-
-def _deepspeed_plugin(handlers: Mapping[type, Any]) -> DeepSpeedPlugin:
-    handler = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
-    return next(iter(handler.values())) if isinstance(handler, dict) else handler
-
-
-def _megatron_plugin(handlers: Mapping[type, Any]) -> MegatronLMPlugin:
-    return handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
-
-
-def _fake(
-    recorder: CollectiveRecorder,
-    name: str,
-    settings: Settings,
-    runtime: Runtime,
-    precision: PrecisionPolicy,
-    handlers: Mapping[type, Any],
-) -> Strategy:
-    if name == "megatron":
-        return FakeMegatron(recorder, settings, runtime, precision, handlers)
-    if name == "deepspeed":
-        return FakeDeepSpeed(recorder, settings, runtime, precision, handlers)
-    plain = FakeStrategy(settings, runtime, precision, handlers)
-    plain.name = name
-    if name == "fsdp1":
-        plain.states = Sharded(form_of(_fsdp_plugin(handlers)))
-    return plain
-
-
-class Sharded(States):
-    """The sharding of checkpoints by a strategy whose own code does not run in the check.
-
-    Args:
-        saved: Form of the checkpoint.
-        stage: ZeRO stage, 0 to 3; None for FSDP.
-        width: Bytes of an element of DeepSpeed's weights.
-    """
+class EngineStates(States):
+    """The checkpoints of an engine whose own code does not run: bytes of this rank's files, by name."""
 
     is_sharded = True
 
-    def __init__(self, saved: StateForm, stage: int | None = None, width: int = MASTER) -> None:
-        self.saved, self.stage, self.width = saved, stage, width
+    def __init__(self, form: StateForm, files: Callable[[nn.Module, int], Mapping[str, int]]) -> None:
+        self._form, self._files = form, files
 
     def form(self) -> StateForm:
-        """Return the form that `save_state` would write."""
-        return self.saved
+        """Return the form that `save_state` would write; shards are files of the engine here."""
+        return StateForm.FULL if self._form is StateForm.FULL else StateForm.NATIVE
+
+    def save_native(self, model: nn.Module, directory: Path, index: int, *, write: Any = torch.save) -> None:
+        for name, nbytes in self._files(model, index).items():
+            write(torch.empty(nbytes, dtype=torch.uint8), directory / name)
+
+
+def _elements(model: nn.Module) -> tuple[int, int]:
+    """Return the elements of all parameters, and of the trained ones."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 
 class FakeStrategy(Strategy):
-    """Strategy that leaves models as they are."""
+    """Strategy that leaves models as they are, such as DistributedDataParallel."""
 
     features = frozenset(Feature)
+
+    def __init__(self, recorder: CollectiveRecorder, name: str, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.recorder, self.name, self.handlers = recorder, name, arguments[-1]
+
+    def handler(self, kind: type[Any]) -> Any:
+        """Return the handler of the run of a type, or the default one."""
+        return self.handlers.get(kind) or kind()
+
+    @property
+    def counted_as(self) -> str:
+        """The name of its estimate; strategies without one are estimated as DDP."""
+        in_buckets = self.handler(DistributedDataParallelKwargs).gradient_as_bucket_view
+        several = "DDP, gradients in buckets" if in_buckets else "DDP"
+        return "one device" if self.name == "single" else several
 
     def check(self, bundle: Bundle) -> None:
         del bundle
@@ -259,6 +209,29 @@ class FakeStrategy(Strategy):
         return bundle
 
 
+class FakeFsdp1(FakeStrategy):
+    """Fake of FSDP1, which is estimated as FSDP2."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.plugin = self.handler(FullyShardedDataParallelPlugin)
+        self.states = EngineStates(form_of(self.plugin), self._files)
+
+    @property
+    def counted_as(self) -> str:
+        offload, sharding = self.plugin.cpu_offload, getattr(self.plugin.sharding_strategy, "name", "")
+        if getattr(offload, "offload_params", offload):
+            return "FSDP2, offloaded"
+        return {"NO_SHARD": "DDP", "SHARD_GRAD_OP": "FSDP2, gathered once"}.get(sharding, "FSDP2")
+
+    def _files(self, model: nn.Module, index: int) -> dict[str, int]:
+        topology, (weights, trained) = self.runtime.topology, _elements(model)
+        folders = {layout.sharded_model_name(index): MASTER * weights}
+        folders[layout.sharded_optimizer_name(index)] = ADAM * trained
+        shard = shard_file(topology.rank)
+        return {f"{folder}/{shard}": nbytes // topology.world_size for folder, nbytes in folders.items()}
+
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The element types of engines by the name of their precision."""
 
@@ -266,36 +239,51 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class FakeDeepSpeed(FakeStrategy):
     """Fake of DeepSpeed's engine: it fills and checks the configuration, and casts the model."""
 
-    name = "deepspeed"
-
-    def __init__(self, recorder: CollectiveRecorder, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        _, runtime, precision, handlers = arguments
-        self.plugin = plugin = _deepspeed_plugin(handlers)
-        plugin.set_mixed_precision(precision.name)
-        self.precision = EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type)
-        stage = int(plugin.get_value("zero_optimization.stage", 0))
-        self.states = Sharded(StateForm.NATIVE, stage, MASTER if self.precision.name == "no" else 2)
-        loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
-        self.configuration = partial(
-            configuration_of,
-            plugin,
-            world_size=runtime.topology.world_size,
-            accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
-            split_batches=loading.split_batches,
+        handler = self.handler(DeepSpeedPlugin)
+        self.plugin: Any = next(iter(handler.values())) if isinstance(handler, dict) else handler
+        self.plugin.set_mixed_precision(self.precision.name)
+        self.stage = int(self.plugin.get_value("zero_optimization.stage", 0))
+        self.precision = EnginePrecision(
+            name=self.plugin.mixed_precision, device_type=self.runtime.device.type
         )
-        self.recorder = recorder
+        self.states = EngineStates(StateForm.NATIVE, self._files)
+
+    @property
+    def counted_as(self) -> str:
+        optimizer, weights = (
+            self.plugin.get_value(f"zero_optimization.offload_{what}.device", None) not in {None, "none"}
+            for what in ("optimizer", "param")
+        )
+        weights = weights if self.stage == 3 else optimizer
+        what = "" if weights and optimizer else "weights " if weights else "optimizer "
+        offloaded = f", {what}offloaded" if weights or optimizer else ""
+        return f"ZeRO-{self.stage}{offloaded}" if self.stage else "DDP"
+
+    def configuration(self, bundle: Bundle) -> dict[str, Any]:
+        """Return the configuration of the engine of the first model."""
+        return configuration_of(
+            self.plugin,
+            bundle.models[0],
+            bundle,
+            world_size=self.runtime.topology.world_size,
+            accumulation=accumulation_of(self.handlers.get(GradientAccumulationPlugin)),
+            split_batches=self.handler(DataLoaderConfiguration).split_batches,
+        )
 
     def check(self, bundle: Bundle) -> None:
         check_materialised(bundle)
         check_request(self.plugin.hf_ds_config, bundle, trains=False)
         if bundle.models:
-            self.configuration(bundle.models[0], bundle)
+            self.configuration(bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         if not bundle.models or evaluation:
             return bundle
-        self.recorder.buckets = buckets_of(self.configuration(bundle.models[0], bundle))
+        zero = self.configuration(bundle).get("zero_optimization", {})
+        buckets = {name: int(zero[key]) for name, key in _BUCKET_KEYS.items() if key in zero}
+        self.recorder.setup["buckets"] = Buckets(**buckets)
         dtype = DTYPES.get(self.plugin.mixed_precision)
         models = [model if dtype is None else model.to(dtype) for model in bundle.models]
         optimizers: list[Any] = [
@@ -304,8 +292,21 @@ class FakeDeepSpeed(FakeStrategy):
         ]
         return _with_real_schedulers(replace(bundle, models=models, optimizers=optimizers), DummyScheduler)
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
+    def _files(self, model: nn.Module, index: int) -> dict[str, int]:
+        """Return the files of DeepSpeed's engines (`accel_plugins.deepspeed.folder`)."""
+        rank, ranks = self.runtime.topology.rank, self.runtime.topology.world_size
+        width = MASTER if self.precision.name == "no" else 2
+        folder, (elements, trained) = layout.engine_name(index), _elements(model)
+        files: dict[str, int] = {}
+        if self.stage == 3:
+            files[f"{folder}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = width * elements // ranks
+        elif rank == 0:
+            states = 0 if self.stage else ADAM * trained
+            files[f"{folder}/mp_rank_00_model_states.pt"] = width * elements + states
+        if self.stage:
+            name = f"{'bf16_' if width == 2 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            files[f"{folder}/{name}"] = (MASTER + ADAM) * trained // ranks
+        return files
 
 
 _BUCKET_KEYS = {
@@ -315,30 +316,21 @@ _BUCKET_KEYS = {
 }
 
 
-def buckets_of(configuration: dict[str, Any]) -> Buckets:
-    """Return the buckets that a configuration allocates, with DeepSpeed's defaults.
-
-    Example:
-        >>> buckets_of({"zero_optimization": {"reduce_bucket_size": 1e6}}).reduce
-        1000000
-    """
-    zero = configuration.get("zero_optimization", {})
-    return Buckets(**{name: int(zero[key]) for name, key in _BUCKET_KEYS.items() if key in zero})
-
-
 class FakeMegatron(FakeStrategy):
     """Fake of Megatron's engine with its checks: models stay unsharded."""
 
-    name = "megatron"
-
-    def __init__(self, recorder: CollectiveRecorder, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        _, runtime, _, handlers = arguments
-        self.plugin = _megatron_plugin(handlers)
+        topology, self.plugin = self.runtime.topology, self.handler(MegatronLMPlugin)
         self.plugin.set_mixed_precision(AcceleratorState().mixed_precision)
-        self.groups = groups_of(self.plugin, runtime.topology.world_size, runtime.topology.rank)
-        self.sharding = batch_sharding(self.plugin, self.groups)
-        self.recorder = recorder
+        self.groups = groups = groups_of(self.plugin, topology.world_size, topology.rank)
+        self.sharding = batch_sharding(self.plugin, groups)
+        sizes = {"tensor": groups.tensor, "pipeline": groups.pipeline, "context": groups.context}
+        self.recorder.setup.update(sizes)
+
+    @property
+    def counted_as(self) -> str:
+        return MEGATRON[bool(self.plugin.use_distributed_optimizer)]
 
     def check(self, bundle: Bundle) -> None:
         megatron.check_request(self.plugin, bundle)
@@ -350,7 +342,7 @@ class FakeMegatron(FakeStrategy):
             for model in bundle.models:
                 last = plugin.decoder_last_pipeline_num_layers
                 stages = stage_elements(model, groups.tensor, groups.pipeline, last=last)
-                self.recorder.on_rank = stages[groups.pipeline_rank]
+                self.recorder.setup["on_rank"] = stages[groups.pipeline_rank]
         loaders = [with_all_micro_batches(loader, plugin) for loader in bundle.dataloaders]
         return _with_real_schedulers(replace(bundle, dataloaders=loaders), MegatronLMDummyScheduler)
 
@@ -363,110 +355,5 @@ def _with_real_schedulers(bundle: Bundle, placeholder: type[Any]) -> Bundle:
     return replace(bundle, schedulers=schedulers)
 
 
-FORMS: Mapping[StateForm, str] = {
-    StateForm.FULL: "whole",
-    StateForm.SHARDED: "sharded",
-    StateForm.NATIVE: "by rank",
-}
-"""The names of the forms: one rank writes everything; all ranks write shards that any number of ranks can
-read; all ranks write shards in the strategy's own way."""
-
-
-def files_of(
-    run: CheckpointContext, full_models: Mapping[nn.Module, nn.Module], *, safe: bool
-) -> Iterator[tuple[str, int, int]]:
-    """Yield the files that a rank would write, with their bytes and those of all ranks' shards.
-
-    Small files count as 0 bytes. Of models that are cut into stages, `full_models` are the full ones.
-    """
-    prepared, shards = run.prepared, run.strategy.states
-    sharded = shards if isinstance(shards, Sharded) else None
-    if sharded is not None and sharded.stage is not None:
-        yield from _engine_files(run, sharded.stage, sharded.width)
-    else:
-        yield from _state_files(run, full_models, safe, sharded is not None)
-    if run.commits:
-        yield from ((layout.scheduler_name(index), 0, 0) for index, _ in enumerate(prepared.schedulers))
-        yield from ((layout.custom_name(index), 0, 0) for index, _ in enumerate(run.custom))
-    if prepared.dataloaders:
-        yield layout.position_name(run.rank), 0, 0
-    yield layout.rng_name(run.rank), 0, 0
-
-
-def _state_files(
-    run: CheckpointContext, full_models: Mapping[nn.Module, nn.Module], safe: bool, estimated: bool
-) -> Iterator[tuple[str, int, int]]:
-    """Yield the files of models and optimizers in the form of the run."""
-    rank, ranks, form = run.rank, run.runtime.topology.world_size, form_of_run(run)
-    if form is StateForm.FULL and not run.commits:
-        return
-    for names, nbytes, shards in _states(run, full_models, safe):
-        if form is StateForm.FULL:
-            yield names[form], nbytes, nbytes
-        else:
-            planned = (
-                0
-                if estimated
-                else ShardWriter({"state": shards()}, rank, run.strategy.states.planners).nbytes
-            )
-            shard_nbytes = nbytes // ranks if estimated else planned
-            yield f"{names[form]}/{shard_file(rank)}", shard_nbytes, nbytes
-            if run.commits:
-                yield f"{names[form]}/{INDEX_NAME}", 0, 0
-
-
-def _states(
-    run: CheckpointContext, full_models: Mapping[nn.Module, nn.Module], safe: bool
-) -> Iterator[tuple[Mapping[StateForm, str], int, Callable[[], Any]]]:
-    """Yield the name by form, the bytes, and this rank's shards of each model and optimizer."""
-    models, shards = run.prepared.models, run.strategy.states
-    for index, model in enumerate(models):
-        names = {
-            StateForm.FULL: layout.full_weights_names(index)[not safe],
-            StateForm.SHARDED: layout.sharded_model_name(index),
-        }
-        full = full_models.get(model, model)
-        yield names, full_nbytes(full.state_dict()), lambda model=model: shards.model_tensors(model)
-    for index, optimizer in enumerate(run.prepared.optimizers):
-        names = {
-            StateForm.FULL: layout.optimizer_name(index),
-            StateForm.SHARDED: layout.sharded_optimizer_name(index),
-        }
-        inner = optimizer.optimizer
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        # Before the first step there is no state yet: count that of Adam.
-        nbytes = full_nbytes([*optimizer.state.values()]) or ADAM * sum(p.numel() for p in parameters)
-        if full_models:  # the states of other stages are like those of this one
-            nbytes = nbytes * _trained(full_models.values()) // max(1, _trained(full_models))
-        yield names, nbytes, lambda inner=inner: shards.optimizer_tensors(inner, models)
-
-
-def _trained(models: Iterable[nn.Module]) -> int:
-    return sum(p.numel() for model in models for p in model.parameters() if p.requires_grad)
-
-
-def _engine_files(run: CheckpointContext, stage: int, width: int) -> Iterator[tuple[str, int, int]]:
-    """Yield the files of DeepSpeed's engines (`accel_plugins.deepspeed.folder`)."""
-    rank, ranks = run.rank, run.runtime.topology.world_size
-    for index, model in enumerate(run.prepared.models):
-        elements, trained = sum(parameter.numel() for parameter in model.parameters()), _trained([model])
-        folder = layout.engine_name(index)
-        weights, states = width * elements, (MASTER + ADAM) * trained
-        if stage == 3:
-            yield f"{folder}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", weights // ranks, weights
-        elif rank == 0:
-            size = weights + (0 if stage else ADAM * trained)
-            yield f"{folder}/mp_rank_00_model_states.pt", size, size
-        if stage:
-            prefix = "bf16_" if width == 2 else ""
-            name = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-            yield f"{folder}/{name}", states // ranks, states
-
-
-def full_nbytes(data: Any) -> int:
-    """Return the bytes of all tensors in nested data, each once; a sharded one counts in full."""
-    sizes: dict[int, int] = {}
-    for leaf in tree_leaves(data):
-        if isinstance(leaf, Tensor):
-            sizes[storage_key(local_part(leaf))] = leaf.numel() * leaf.element_size()
-    return sum(sizes.values())
+FAKES: Mapping[str, Any] = {"fsdp1": FakeFsdp1, "deepspeed": FakeDeepSpeed, "megatron": FakeMegatron}
+"""The fakes of engines by the name of the strategy; others are `FakeStrategy`."""

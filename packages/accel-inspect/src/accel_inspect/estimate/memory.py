@@ -31,42 +31,24 @@ OPTIMIZERS: Mapping[str, str] = {"adam": "Adam", "muon": "Muon", "host_adamw": "
 
 @frozen
 class Buckets:
-    """The buckets that DeepSpeed allocates, in elements: keys of `zero_optimization` and their defaults.
+    """DeepSpeed's buckets, in elements, and their defaults (https://www.deepspeed.ai/docs/config-json)."""
 
-    See https://www.deepspeed.ai/docs/config-json.
-
-    Args:
-        reduce: `reduce_bucket_size`, for gradients being reduced. It is allocated in full for any model.
-        live: `stage3_max_live_parameters`, gathered at a time; parameters that are reused soon stay.
-        prefetch: `stage3_prefetch_bucket_size`, prefetched at a time, as one flat tensor.
-    """
-
-    reduce: int = 500_000_000
-    prefetch: int = 50_000_000
-    live: int = 1_000_000_000
+    reduce: int = 500_000_000  # reduce_bucket_size: allocated in full for any model
+    prefetch: int = 50_000_000  # stage3_prefetch_bucket_size: as one flat tensor
+    live: int = 1_000_000_000  # stage3_max_live_parameters: gathered at a time
 
 
 @frozen
 class ModelSizes:
-    """The size of a model, in elements.
-
-    Args:
-        parameters: Elements of all parameters; a tied parameter counts once.
-        trainable: Elements with gradients.
-        blocks: Elements of each block that FSDP gathers separately.
-        largest: Elements of the largest parameter with a gradient.
-        buffers: Bytes of the buffers.
-        matrices: Elements of the trainable parameters that Muon (not AdamW) updates.
-        matrix: Elements of the largest of these matrices.
-    """
+    """The size of a model, in elements; a tied parameter counts once."""
 
     parameters: int
     trainable: int
-    blocks: tuple[int, ...] = ()
-    largest: int = 0
-    buffers: int = 0
-    matrices: int = 0
-    matrix: int = 0
+    blocks: tuple[int, ...] = ()  # each that FSDP gathers separately
+    largest: int = 0  # the largest parameter with a gradient
+    buffers: int = 0  # bytes
+    matrices: int = 0  # the trainable parameters that Muon (not AdamW) updates
+    matrix: int = 0  # the largest of these matrices
 
     @property
     def outside(self) -> int:
@@ -81,13 +63,7 @@ class ModelSizes:
 
 @frozen
 class MemoryPeak:
-    """The live memory at one point of a forward and backward pass, without the weights.
-
-    Args:
-        activations: Bytes of inputs, outputs and tensors that are saved for the backward pass.
-        casts: Bytes of weights in the autocast dtype.
-        gradients: Elements of the gradients that are complete.
-    """
+    """The memory at a point of the passes: bytes of activations and casts, elements of complete gradients."""
 
     activations: int = 0
     casts: int = 0
@@ -96,50 +72,31 @@ class MemoryPeak:
 
 @frozen
 class DeviceShare:
-    """The shard of one device in a run along several axes, before FSDP2 shards it.
-
-    Args:
-        name: Name of the row.
-        sizes: Its pipeline stage, its part of tensor-parallel layers, and its experts.
-        shards: Number of devices over which FSDP2 shards.
-        experts: Elements among `sizes` of experts of other devices: sharded, but never gathered on this
-            device.
-        sequence: Number of shards of each sequence.
-    """
+    """The shard of one device along several axes, before FSDP2 shards it; `name` is that of its row."""
 
     name: str
-    sizes: ModelSizes
-    shards: int = 1
-    experts: int = 0
-    sequence: int = 1
+    sizes: ModelSizes  # its pipeline stage, its part of tensor-parallel layers, and its experts
+    shards: int = 1  # devices over which FSDP2 shards
+    experts: int = 0  # elements of experts of other devices: sharded, but never gathered on this device
+    sequence: int = 1  # shards of each sequence
 
 
 @frozen
 class TrainingSetup:
-    """A training run.
-
-    Args:
-        width: Bytes of an element in the computation: 2 under mixed precision, else 4.
-        moments: The memory peaks of one micro-batch; by default only its end, with gradients only.
-        at_once: Whether the optimizer uses its foreach implementation, whose temporaries are as large as the
-            weights. PyTorch does so on accelerators.
-        on_rank: Elements of parameters on the largest Megatron rank; 0 for an even split.
-        share: The shard of a device along the axes of a `ParallelismConfig`, if requested.
-        optimizer: One of `OPTIMIZERS`; DeepSpeed and Megatron use Adam.
-    """
+    """A training run; `tensor`, `pipeline` and `context` are sizes of Megatron's groups."""
 
     sizes: ModelSizes
     devices: int = 1
-    width: int = 4
-    moments: tuple[MemoryPeak, ...] = ()
-    at_once: bool = True
+    width: int = 4  # bytes of an element in the computation: 2 under mixed precision
+    moments: tuple[MemoryPeak, ...] = ()  # of one micro-batch; by default only its end, with gradients only
+    at_once: bool = True  # temporaries of steps are as large as the weights: foreach, as on accelerators
     buckets: Buckets = field(default_factory=Buckets)
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    on_rank: int = 0
-    share: DeviceShare | None = None
-    optimizer: str = "adam"
+    on_rank: int = 0  # elements of parameters on the largest Megatron rank; 0 for an even split
+    share: DeviceShare | None = None  # along the axes of a `ParallelismConfig`
+    optimizer: str = "adam"  # one of `OPTIMIZERS`; DeepSpeed and Megatron use Adam
 
     @property
     def passes(self) -> tuple[MemoryPeak, ...]:
@@ -150,10 +107,7 @@ class TrainingSetup:
         """Return the bytes of the optimizer's state of a shard, on the device and on the host.
 
         HostAdamW keeps master weights and moments on the host, with a pinned buffer for each gradient.
-
-        Args:
-            shards: Number of shards.
-            experts: Elements of experts of other devices among the sharded ones.
+        `experts` are elements of experts of other devices among the sharded ones.
         """
         trained, matrices = self.sizes.trainable + experts, self.sizes.matrices + experts
         if self.optimizer == "host_adamw":
@@ -182,12 +136,7 @@ class TrainingSetup:
 
 @frozen
 class Estimate:
-    """The memory of a strategy, in bytes.
-
-    Args:
-        parts: The peak of a device, by kind.
-        host: Host memory per device.
-    """
+    """The memory of a strategy, in bytes: the peak of a device, by kind, and host memory per device."""
 
     strategy: str
     parts: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -437,13 +386,7 @@ class Suggestion:
 
 
 def fits(needed: Estimate, memory: int, host: int | None = None, per_machine: int = 1) -> bool:
-    """Return whether an estimate fits.
-
-    Args:
-        needed: The estimate.
-        memory: Bytes of a device.
-        host: Bytes of a host; None if they do not matter.
-        per_machine: Devices that share a host.
+    """Return whether an estimate fits into a device, and a host that several devices share, if it matters.
 
     Example:
         >>> fits(Estimate(strategy="DDP", parts={"parameters": 90}), 100)
@@ -476,15 +419,7 @@ def suggest(
     host: int | None = None,
     per_machine: int = 8,
 ) -> Suggestion | None:
-    """Find the fastest configuration that fits; None if there is none.
-
-    Args:
-        setup: The run.
-        checkpointed: The run with activation checkpointing.
-        memory: Bytes of a device.
-        host: Bytes of a host; None if they do not matter.
-        per_machine: Devices that share a host.
-    """
+    """Find the fastest configuration that fits, also with activation checkpointing; None if there is none."""
     for strategy, checkpointing in candidates(setup.devices):
         needed = estimate(strategy, checkpointed if checkpointing else setup)
         if fits(needed, memory, host, min(per_machine, setup.devices)):

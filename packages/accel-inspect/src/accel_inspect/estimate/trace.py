@@ -1,6 +1,7 @@
-"""Track live storages by kind, and find the memory peaks of a forward and backward pass without computing it.
+"""Track live storages by kind, and find the memory peaks of passes and steps without computing them.
 
-The passes run on fake tensors (`FakeTensorMode`). `accel check` extends the tracker by optimizer steps.
+They run on fake tensors (`FakeTensorMode`). `accel estimate-memory` follows one forward and backward pass,
+and `accel check` a script, whose models may be sharded.
 """
 
 from __future__ import annotations
@@ -10,31 +11,38 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from accel_inspect.estimate.memory import MemoryPeak
+from accel_inspect.estimate.memory import ADAM, MemoryPeak
 from accel_ops.modules import replaced_attributes
 from accel_ops.tree import local_part
 from accel_plugins.fp8.recipe import plain_tensor
-from accel_state.torch_private import FakeTensorMode, TorchDispatchMode, active_fake_mode, tree_leaves
+from accel_state.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    active_fake_mode,
+    tree_leaves,
+)
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 _DEVICE_KINDS = ("parameters", "casts", "gradients", "optimizer", "working")
 """The kinds of device memory: `casts` are parameters in the autocast dtype, `working` is everything else."""
 
 _HOST = "host"
 _CAST = torch.ops.aten._to_copy.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(slots=True)
 class LiveStorage:
-    """A live storage.
-
-    Args:
-        elements: Elements of the parameter, if the storage is its complete gradient.
-    """
+    """A live storage; with the elements of its parameter, if it is a complete gradient."""
 
     kind: str
     nbytes: int
@@ -42,10 +50,12 @@ class LiveStorage:
     elements: int = 0
 
 
-class LiveStorageTracker(TorchDispatchMode):
-    """Tracks live storages that are created within it by kind, and the memory peaks of passes.
+class MemoryTracker(TorchDispatchMode):
+    """Tracks live storages that are created within it by kind, and the memory peaks of passes and steps.
 
-    Operations on wrapper tensors, such as `DTensor`, are tracked as operations on their shards.
+    Operations on wrapper tensors, such as `DTensor`, are tracked as operations on their shards. As in
+    `torch.distributed._tools.mem_tracker`, which supports one device only, sizes follow
+    `UntypedStorage.resize_`, by which FSDP frees gathered parameters.
 
     Args:
         fakes: The mode of the tensors to track; None to track real tensors. DTensor may use another mode,
@@ -59,19 +69,46 @@ class LiveStorageTracker(TorchDispatchMode):
     def __init__(self, fakes: FakeTensorMode | None) -> None:
         super().__init__()
         self._fakes = fakes
+        self._models: list[nn.Module] = []
         self._alive: dict[int, LiveStorage] = {}
         self._bytes: dict[str, int] = dict.fromkeys((*_DEVICE_KINDS, _HOST), 0)
         self._moved_to: str | None = None
         self._complete_elements = 0
         self._peaks: dict[int, tuple[MemoryPeak, MemoryPeak]] = {}
+        self._peak_of_passes = self._peak_of_steps = self._by_part()
+        self._is_stepping = False
+        self._state_bytes = 0
         self.is_paused = False
         self.host = 0
+
+    def __enter__(self) -> MemoryTracker:
+        self._resize: Any = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = self._resize(storage, size)
+            entry = self._alive.get(storage._cdata)
+            if entry is not None:
+                self._bytes[entry.kind] += storage.nbytes() - entry.nbytes
+                entry.nbytes = storage.nbytes()
+                self._update_peaks()
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)  # pyright: ignore[reportArgumentType]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # Four of five calls are this one.
         if any(map(wraps_tensors, types)):
             return NotImplemented  # It is dispatched again with the tensors inside.
+        if func is _WAIT:
+            return args[0]  # On fake tensors, waiting would create another tensor.
         result = func(*args, **(kwargs or {}))
         if active_fake_mode() is self._fakes and not self.is_paused:
             self._track(func, args, result)
@@ -83,12 +120,26 @@ class LiveStorageTracker(TorchDispatchMode):
         return tuple(dict.fromkeys(moment for pair in self._peaks.values() for moment in pair))
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Bytes at the peak: parameters, gradients, optimizer, and the remaining ones as working.
+
+        The optimizer's state counts in every pass but the first; if no step was tracked, that of Adam.
+        """
+        parameters = (parameter for model in self._models for parameter in model.parameters())
+        state = self._state_bytes or ADAM * sum(
+            local_part(parameter).numel() for parameter in parameters if parameter.requires_grad
+        )
+        in_passes = {**self._peak_of_passes, "optimizer": state}
+        return max(in_passes, self._peak_of_steps, key=lambda parts: sum(parts.values()))
+
+    @property
     def device_bytes(self) -> int:
         """Bytes that are currently live on the device."""
         return sum(self._bytes[kind] for kind in _DEVICE_KINDS)
 
     def add(self, model: nn.Module) -> None:
-        """Start to track the parameters, buffers and gradients of a model."""
+        """Start to track the parameters, buffers and gradients of a model; of sharded ones, the shards."""
+        self._models.append(model)
         for tensor in [*model.parameters(), *model.buffers()]:
             self._mark(tensor, "parameters")
         for parameter in model.parameters():
@@ -102,6 +153,23 @@ class LiveStorageTracker(TorchDispatchMode):
     def moving(self, *, to_host: bool) -> AbstractContextManager[None]:
         """Place tensors that are created within the block on the host, or on the device."""
         return replaced_attributes(self, {"_moved_to": _HOST if to_host else "working"})
+
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Optimizer) -> Generator[None]:
+        """Attribute new tensors that stay to the optimizer's state within the block."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            for leaf in tree_leaves([*optimizer.state.values()]):
+                if isinstance(leaf, Tensor) and not self.has_on_host(plain_tensor(local_part(leaf))):
+                    self._mark(leaf, "optimizer")
+            for model in self._models:
+                for parameter in model.parameters():  # FSDP may have replaced it in its first forward pass.
+                    self._mark(parameter, "parameters")
+            self._state_bytes = self._bytes["optimizer"]
+            self._update_peaks()
+            self._is_stepping = False
 
     def _track(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Track the new storages among the results of an operation."""
@@ -160,7 +228,16 @@ class LiveStorageTracker(TorchDispatchMode):
         entry = self._alive.get(storage_key(tensor))
         return None if entry is None else entry.kind
 
+    def _by_part(self) -> dict[str, int]:
+        parts = {kind: self._bytes[kind] for kind in ("parameters", "gradients", "optimizer", "working")}
+        parts["working"] += self._bytes["casts"]
+        return parts
+
     def _update_peaks(self) -> None:
+        parts = self._by_part()
+        if self._is_stepping:
+            self._peak_of_steps = max(parts, self._peak_of_steps, key=lambda parts: sum(parts.values()))
+            return
         elements = self._complete_elements
         now = MemoryPeak(activations=self._bytes["working"], casts=self._bytes["casts"], gradients=elements)
         most, widest = self._peaks.get(elements, (now, now))
@@ -169,6 +246,10 @@ class LiveStorageTracker(TorchDispatchMode):
         if now.activations > widest.activations:
             widest = now
         self._peaks[elements] = (most, widest)
+        # The state is added to the passes at the end.
+        before = self._peak_of_passes
+        if sum(parts.values()) - parts["optimizer"] > sum(before.values()) - before["optimizer"]:
+            self._peak_of_passes = parts
 
 
 def moments_of(
@@ -195,7 +276,7 @@ def moments_of(
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as fakes,
         _fake_parameters(model),
-        LiveStorageTracker(fakes) as tracker,
+        MemoryTracker(fakes) as tracker,
     ):
         tracker.add(model)
         with precision:
@@ -208,23 +289,22 @@ def moments_of(
 @contextlib.contextmanager
 def _fake_parameters(model: nn.Module) -> Generator[None]:
     """Replace every parameter by a fake one on the CPU; tied parameters stay tied."""
-    fakes: dict[int, nn.Parameter] = {}
-    replaced: list[tuple[Any, str, nn.Parameter]] = []
+    fakes: dict[nn.Parameter, nn.Parameter] = {}
+    tables: list[tuple[Any, dict[str, Any]]] = []
     for module in model.modules():
         table: Any = module._parameters
-        for name, parameter in list(table.items()):
-            if parameter is None:
-                continue
-            replaced.append((table, name, parameter))
-            if id(parameter) not in fakes:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                fakes[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            table[name] = fakes[id(parameter)]
+        tables.append((table, dict(table)))
+        for name, parameter in table.items():
+            if parameter is not None:
+                if parameter not in fakes:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                    fakes[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                table[name] = fakes[parameter]
     try:
         yield
     finally:
-        for table, name, parameter in replaced:
-            table[name] = parameter
+        for table, parameters in tables:
+            table.update(parameters)
 
 
 def storage_key(tensor: Any) -> int:

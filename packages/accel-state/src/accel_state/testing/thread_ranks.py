@@ -132,7 +132,8 @@ class ThreadCollectives:
         by_op = {"sum": combined.sum, "max": combined.amax, "min": combined.amin, "prod": combined.prod}
         tensor.copy_(by_op[op](0))
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any, *, call: str = "") -> list[Any]:
+        del call
         return self._exchange("all_gather_object", obj)
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:

@@ -33,6 +33,7 @@ from accel_state.errors import (
 from accel_state.files import any_path
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemotePath
+from accel_train import observing
 from accel_train.checkpoint import folder, layout
 from accel_train.checkpoint.agreement import AbsentRankError, Agreement, SingleProcess
 from accel_train.checkpoint.context import CheckpointContext
@@ -64,7 +65,11 @@ def save(
         "blocking": blocking,
         "to_disk": to_disk,
     }
-    if run.strategy.replicas is not None and not run.strategy.replicas.is_saver:
+    observer = observing.observer
+    is_observed = observer is not None and not observer.saved(
+        run, target, partial(_files_of_run, run, safe=safe, hooks_end=SingleProcess())
+    )
+    if is_observed or (run.strategy.replicas is not None and not run.strategy.replicas.is_saver):
         run.project.iteration += run.is_automatic
         return Saving(str(target))  # another replica group has the same state, and saves it
     # 1. Agree on a staging folder.
