@@ -17,7 +17,13 @@ import pytest
 
 from accel_cli.launch.hosts import VISIBLE_DEVICES
 from accel_state.device_kinds import KINDS
-from accel_state.settings import LaunchSettings, PrecisionSettings, ProcessSettings, Settings
+from accel_state.settings import (
+    LaunchSettings,
+    PrecisionSettings,
+    ProcessSettings,
+    SageMakerSettings,
+    Settings,
+)
 from accel_train.launching import WorkerFailedError, launch
 
 TELL = """\
@@ -130,15 +136,16 @@ def test_scripts_are_launched_from_python_by_the_command(tmp_path, monkeypatch):
 
 def test_settings_without_a_config_key_reach_a_launched_program(tmp_path, capfd):
     program = tmp_path / "program"
-    program.write_text('#!/bin/sh\necho $ACCELERATE_LOG_LEVEL > "$1"\nexit 3\n')
+    program.write_text('#!/bin/sh\necho $ACCELERATE_LOG_LEVEL $AWS_ACCESS_KEY_ID > "$1"\nexit 3\n')
     program.chmod(0o700)
     config = Settings(
         process=ProcessSettings(use_cpu=True, log_level="debug"),
         launch=LaunchSettings(num_processes=1, no_python=True, quiet=True),
+        sagemaker=SageMakerSettings(aws_access_key_id="secret"),
     )
     with pytest.raises(WorkerFailedError, match="exit code 3"):
         launch(program, (tmp_path / "seen",), config=config)
-    assert (tmp_path / "seen").read_text().lower() == "debug\n"
+    assert (tmp_path / "seen").read_text().lower() == "debug secret\n"
     assert "ended with exit code" not in capfd.readouterr().err, "quiet"
 
 

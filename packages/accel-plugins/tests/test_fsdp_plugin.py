@@ -25,6 +25,7 @@ from accel_plugins.fsdp.blocks import blocks, checkpoint_activations, fsdp2_prep
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, disable_fsdp_ram_efficient_loading
 from accel_state.environ import patch_environment, read
 from accel_state.errors import SettingsError
+from accel_state.libraries import is_torch_version
 from accel_state.settings import Settings
 
 
@@ -159,15 +160,16 @@ def test_version_1_finds_its_prefetching():
     )
 
 
-def test_gradients_are_reduced_in_the_dtype_of_parameters_unless_another_one_is_given(caplog):
-    plugin = make(mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    assert plugin.mixed_precision_policy.reduce_dtype is torch.bfloat16
-    assert "reduce_dtype=torch.bfloat16" in caplog.text
-    caplog.clear()
+@pytest.mark.skipif(is_torch_version("<", "2.15"), reason="older versions reduce in param_dtype")
+def test_a_policy_without_the_dtype_of_reduction_is_passed_on_with_a_notice(caplog):
     for given in ({"reduce_dtype": torch.float32, "param_dtype": torch.bfloat16}, {}):
         policy = MixedPrecisionPolicy(**given)
         assert make(mixed_precision_policy=policy).mixed_precision_policy == policy
     assert not caplog.text
+    for _ in range(2):
+        policy = MixedPrecisionPolicy(param_dtype=torch.float16)
+        assert make(mixed_precision_policy=policy).mixed_precision_policy == policy
+    assert caplog.text.count("older versions in torch.float16: set reduce_dtype") == 1
 
 
 def test_a_precision_is_a_policy_unless_there_is_one():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import pickle
 import time
 from contextlib import nullcontext
@@ -208,6 +209,23 @@ def test_training_goes_on_from_a_copy(copied):
         assert torch.equal(parameter, same)
         assert torch.equal(optimizer.state[parameter]["master"], other.state[same]["master"])
     assert other.state[same]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_training_goes_on_in_a_forked_child():
+    model = nn.Linear(2, 2)
+    optimizer = HostAdamW(model.parameters())
+
+    def step():
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    child = multiprocessing.get_context("fork").Process(target=step, daemon=True)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
 
 
 def test_the_state_of_adamw_loads_and_its_weights_are_the_models():

@@ -187,3 +187,15 @@ def test_reading_such_a_sampler_draws_nothing_from_the_global_generators() -> No
     assert random.getstate() == states[0]
     assert np.random.get_state()[1].tolist() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_a_subclass_with_an_order_of_its_own_resumes_in_that_order() -> None:
+    class Reversed(SeedableRandomSampler):
+        def __iter__(self) -> Iterator[int]:
+            return reversed(list(super().__iter__()))
+
+    sampler = Reversed(range(8), data_seed=1)
+    shard = BatchSamplerShard(BatchSampler(sampler, 2, drop_last=False), 1, 0)
+    whole = list(shard)
+    sampler.set_epoch(0)
+    assert list(shard.iterate_from(4)) == whole[2:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -32,10 +31,12 @@ from accel_plugins.kwargs import expect_flags, is_count, resolve_fields
 from accel_plugins.sharding.state import StateForm
 from accel_state import environ
 from accel_state.errors import SettingsError, did_you_mean
+from accel_state.libraries import is_torch_version
+from accel_state.logging import get_logger
 from accel_state.settings.engines import FsdpSettings
 from accel_state.settings.model import Settings
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 EnumT = TypeVar("EnumT", bound=Enum)
 
@@ -176,13 +177,12 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = policy_of(self.mixed_precision_policy, self.version)
             self.validate_mixed_precision_policy()
             policy: Any = self.mixed_precision_policy
-            if self.version == 2 and policy.param_dtype is not None and policy.reduce_dtype is None:
-                # torch 2.15 would reduce in the dtype of the gradients, earlier versions in this one.
-                self.mixed_precision_policy = replace(policy, reduce_dtype=policy.param_dtype)
-                logger.warning(
-                    "FullyShardedDataParallelPlugin: mixed_precision_policy has no reduce_dtype, gradients "
-                    "are reduced with reduce_dtype=%s, its param_dtype. Set reduce_dtype to choose another.",
-                    policy.param_dtype,
+            is_unset = self.version == 2 and policy.param_dtype is not None and policy.reduce_dtype is None
+            if is_unset and is_torch_version(">=", "2.15"):
+                logger.warning_once(
+                    "FullyShardedDataParallelPlugin: mixed_precision_policy has no reduce_dtype. torch 2.15 "
+                    "reduces gradients in the dtype of the sharded parameters, older versions in "
+                    f"{policy.param_dtype}: set reduce_dtype to choose one."
                 )
         if self.version == 2 and self.param_init_fn is not None:
             raise SettingsError(

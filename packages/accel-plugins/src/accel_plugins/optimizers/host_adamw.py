@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -95,7 +96,7 @@ class HostAdamW(torch.optim.Optimizer):
         self._versions: dict[Tensor, int] = {}  # of parameters, after the last step
         self._staging: dict[Tensor, tuple[Tensor, Callable[[Tensor, Tensor], None]]] = {}  # and copy function
         self._copies: dict[torch.device, Any] = {}  # streams for copies
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="HostAdamW")
+        self._thread, self._process = ThreadPoolExecutor(1, "HostAdamW"), os.getpid()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and register hooks on its gradients."""
@@ -258,6 +259,8 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _submit(self, update: Callable[..., Any], *args: Any) -> Future[Any]:
         """Submit an update to the thread; run it here for fake tensors, whose mode is that of this thread."""
+        if self._process != os.getpid():  # a forked child has inherited no thread
+            self._thread, self._process = ThreadPoolExecutor(1, "HostAdamW"), os.getpid()
         if active_fake_mode() is None:
             return self._thread.submit(update, *args)
         done: Future[Any] = Future()
