@@ -247,7 +247,7 @@ def launch(
         if option.key is not None or "." not in option.path or value == value_at(Settings(), option.path):
             continue
         if option.name in {"aws_access_key_id", "aws_secret_access_key"}:  # no list of processes shows a key
-            variables[option.name.upper()] = value
+            variables[option.name.upper()] = as_text(value)
         elif option.flags:
             flags.append(option.flags[-1] if value is True else f"{option.flags[-1]}={value}")
         elif option.variable is not None:

@@ -121,10 +121,11 @@ def _plan_of(shard: BatchSamplerShard | IterableDatasetShard) -> BatchPlan:
 
 def _open(source: Any, start: int, needed: int) -> tuple[Iterator[Any], list[Any]]:
     """Return the items from `start` on, and the items before it among the first `needed`."""
-    has_own_order = isinstance(source, SeedableRandomSampler) and (
-        type(source).__iter__ is not SeedableRandomSampler.__iter__
+    kind: Any = type(source)  # of the seedable sampler, a subclass may yield another order than it seeks
+    has_own_order = (
+        issubclass(kind, SeedableRandomSampler) and kind.__iter__ is not SeedableRandomSampler.__iter__
     )
-    if start and isinstance(source, SeekableDataset) and not has_own_order:
+    if start and not has_own_order and isinstance(source, SeekableDataset):
         return source.iterate_from(start), list(islice(source.iterate_from(0), min(start, needed)))
     stream = iter(source)
     head = list(islice(stream, min(start, needed)))
