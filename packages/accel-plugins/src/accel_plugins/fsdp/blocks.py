@@ -96,6 +96,7 @@ def fsdp2_prepare_auto_wrap_policy(
         SettingsError: The model has no module of a class to wrap.
     """
     plugin = copy(fsdp2_plugin)
+    plugin.fsdp_version = 2  # that of a run on XLA devices is ignored
     plugin.set_auto_wrap_policy(model)
     return cast("Any", plugin.auto_wrap_policy)
 
