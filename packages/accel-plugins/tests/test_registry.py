@@ -173,13 +173,13 @@ def test_replica_groups_shard_within_a_group_if_asked_to():
     assert choose_with(None, replicas=groups, fsdp=FsdpSettings(fsdp_version=2)) == "torchft_fsdp2"
     with pytest.raises(SettingsError, match=r"strategy='ddp' was selected.*'replicas'.*ask for 'torchft'"):
         choose_with("ddp", replicas=groups)  # it would train every group for itself
+    runtime = cast("Any", SimpleNamespace(device=torch.device("cpu")))
     for name in ("tp", "cp", "sp", "ep"):
         sizes = ParallelismSettings(**{f"{name}_size": 2})
-        with pytest.raises(UnsupportedError, match=f"no axis {name}"):
-            torchft._check(Settings(parallelism=sizes, replicas=groups), cast("Any", None))
-    runtime = SimpleNamespace(device=torch.device("cpu"))
-    with pytest.raises(SettingsError, match="not by DeepSpeed"):
-        torchft._check(Settings(deepspeed=DeepSpeedSettings(), replicas=groups), cast("Any", runtime))
+        with pytest.raises(UnsupportedError, match=f"not with {name}_size"):
+            torchft._check(Settings(parallelism=sizes, replicas=groups), runtime)
+    with pytest.raises(UnsupportedError, match="not with deepspeed"):
+        torchft._check(Settings(deepspeed=DeepSpeedSettings(), replicas=groups), runtime)
 
 
 def test_a_strategy_cannot_be_selected_against_fields_of_its_plugin():
