@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,15 @@ def test_samples_of_an_earlier_run_are_not_compared():
     sampler = RankSampler(lambda: 1, "/torch/distributed")
     sampler.compare({0: status(0, 320, 9), 1: status(1, 320, 9)})
     assert sampler.compare({0: status(0, 1, 0, 1), 1: status(1, 1, 0, 1)}) is None
+
+
+def test_a_status_of_an_earlier_sampler_is_not_compared():
+    sampler = RankSampler(lambda: 1, "/torch/distributed", run=1)
+    old, new = replace(status(1, 320, 9), run=0), replace(status(1, 1, 0), run=1)
+    assert sampler.compare({0: replace(status(0, 1, 0, 0), run=1), 1: old}) is None
+    assert not sampler._before
+    assert sampler.compare({0: replace(status(0, 1, 0, 0), run=1), 1: new}) is None
+    assert sampler._before
 
 
 def test_samples_tell_waiting_from_work_and_where_the_work_is():

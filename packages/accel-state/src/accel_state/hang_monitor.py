@@ -148,7 +148,8 @@ class HangMonitor:
         Args:
             steps: Returns how many optimizer steps this rank has done.
         """
-        self.sampler = RankSampler(steps, str(Path(dist.__file__).parent))
+        run = 0 if self.sampler is None else self.sampler.run + 1
+        self.sampler = RankSampler(steps, str(Path(dist.__file__).parent), run)
 
     def start(self) -> None:
         """Start to post."""

@@ -37,6 +37,7 @@ class RankStatus:
         samples: Number of samples of the rank; see `accel_state.stragglers`.
         waits: How many of the samples were in a collective.
         busy: File, line and source most frequent in the other samples.
+        run: Number of samplers that this process has had before; samples of an earlier one do not count.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class RankStatus:
     samples: int = 0
     waits: int = 0
     busy: str = ""
+    run: int = 0
 
     def to_text(self) -> str:
         """Serialise for the store."""

@@ -28,10 +28,12 @@ class RankSampler:
     Args:
         steps: Returns how many optimizer steps this rank has done.
         folder: The folder of torch.distributed: a thread whose innermost frame is there is waiting, too.
+        run: Number of samplers that this process has had before, as of an earlier `Accelerator`.
     """
 
-    def __init__(self, steps: Callable[[], int], folder: str) -> None:
+    def __init__(self, steps: Callable[[], int], folder: str, run: int = 0) -> None:
         self.steps = steps
+        self.run = run
         self.samples = 0
         self.waits = 0
         self.report: dict[str, float] = {}
@@ -52,7 +54,8 @@ class RankSampler:
         """Return the fields of a `RankStatus` that report the samples to other ranks."""
         counted = Counter(self._sites).most_common(1)
         busy = "{} `{}`".format(*counted[0][0]) if counted else ""
-        return {"steps": self.steps(), "samples": self.samples, "waits": self.waits, "busy": busy}
+        counts = {"steps": self.steps(), "samples": self.samples, "waits": self.waits}
+        return {**counts, "busy": busy, "run": self.run}
 
     def is_due(self) -> bool:
         """Whether this rank has done enough steps to compare the ranks."""
@@ -61,7 +64,9 @@ class RankSampler:
 
     def compare(self, statuses: Mapping[int, RankStatus | None]) -> str | None:
         """Compare with the statuses of the last call; return a line that names slow ranks, if any."""
-        known = {rank: status for rank, status in statuses.items() if status is not None}
+        known = {
+            rank: status for rank, status in statuses.items() if status is not None and status.run == self.run
+        }
         if len(known) < len(statuses):
             return None
         before = self._before

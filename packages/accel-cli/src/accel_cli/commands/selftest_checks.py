@@ -333,7 +333,8 @@ def median_seconds(action: Callable[[], object], device: torch.device) -> float:
         action()
         synchronize(device)
 
-    return statistics.median(timeit.repeat(timed, number=1, repeat=_ROUNDS + 1)[1:])
+    times = timeit.repeat(timed, setup=lambda: synchronize(device), number=1, repeat=_ROUNDS + 1)
+    return statistics.median(times[1:])
 
 
 def main(folder: Path, timeout: timedelta) -> int:
