@@ -106,7 +106,8 @@ def test_states_of_deepspeed_become_full_ones_with_their_values_and_go_on(
     assert_same(load_file(tmp_path / "weights/model.safetensors"), torch.load(tmp_path / "right.pt"))
 
 
-@pytest.mark.parametrize("strategy", ["zero3", pytest.param("zero2", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
 def test_universal_checkpoints_of_deepspeed_have_the_values_of_their_source(
     strategy: str, tmp_path: Path
 ) -> None:

@@ -435,6 +435,7 @@ def checks(tmp_path_factory):
     return Findings(tmp_path_factory.mktemp)
 
 
+@pytest.mark.thorough
 def test_copies_of_shards_hold_what_arithmetic_says_and_one_copy_is_saved(checks):
     result = checks["copies of shards"]
     assert result["problems"] == []

@@ -204,6 +204,7 @@ def test_an_error_of_the_script_is_reported_with_its_line(checked):
     assert "ValueError at fails.py:3: no such thing" in checked["fails"].output
 
 
+@pytest.mark.thorough
 def test_a_rank_that_never_ends_is_reported(tmp_path):
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(100_000)")
     done = accel("check", "--world", "2", "--timeout", "6", "--quiet", "sleeps.py")
@@ -299,6 +300,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", [["check", "--world", "2"], ["doctor", "--timeout", "60"]])
 def test_a_trial_changes_no_file_and_starts_no_run_of_a_tracker(tmp_path, command):
     pytest.importorskip("tensorboard")

@@ -113,6 +113,7 @@ def assert_right(check: Checked) -> None:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", USUAL)
 def test_nothing_is_said_against_a_right_script(right, name):
     assert_right(right[name])

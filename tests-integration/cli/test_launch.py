@@ -172,7 +172,7 @@ def test_two_processes_on_the_cpu_know_their_ranks_and_settings(here, monkeypatc
     assert facts[0]["environ"]["MASTER_PORT"] == facts[1]["environ"]["MASTER_PORT"] != "0"
 
 
-@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("quiet", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_of_several_processes_the_first_that_fails_decides_the_exit_code(here, quiet):
     (here / "fails.py").write_text(
         "import os, time; os.environ['RANK'] == '1' and os._exit(5); time.sleep(60)"

@@ -54,6 +54,7 @@ sys.exit(int(os.environ["RANK"]) * 7)
 """
 
 
+@pytest.mark.thorough
 def test_the_command_runs_on_each_node_and_all_start_again_when_an_actor_dies(cluster, tmp_path):
     (tmp_path / "script.py").write_text(PLACED)
     line = ["--ray_strategy", "STRICT_SPREAD", "--max_restarts", "1", "script.py", "--lr", "$HOME"]

@@ -173,6 +173,7 @@ def full_scripts(tmp_path_factory):
     return {name: ranks[0].output for name, ranks in ends.items()}
 
 
+@pytest.mark.thorough
 def test_bert_learns_which_sentences_mean_the_same(full_scripts):
     assert re.search(r"epoch 2: accuracy (0\.9\d\d|1\.000)\n$", full_scripts["nlp_example"])
 

@@ -55,6 +55,7 @@ def scalars(folder, tag):
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", COMPLETE)
 def test_a_complete_example_resumes_and_its_run_goes_on(ran, name, size):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from accel_state.errors import UnsupportedError
 from accel_trackers.general import GeneralTracker
 from accel_trackers.session import TrackerSession
-from harness import distributed, simulated
+from harness import cases, distributed, simulated
 
 
 class Memory(GeneralTracker):
@@ -151,7 +151,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", cases(ENDS, always={"end_training"}))
 def test_what_waited_for_the_device_is_written_however_the_program_ends(tmp_path: Path, name: str) -> None:
     simulated.require()
     code, expected = ENDS[name]

@@ -118,6 +118,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.thorough
 def test_a_job_of_two_ranks_is_launched_on_it(tmp_path) -> None:
     simulated.require()
     program = tmp_path / "program.py"

@@ -64,6 +64,7 @@ def assert_succeeded(ends, name, check):
     assert json.loads(end.output.splitlines()[-1])[check] == 0, f"{end.output}\n{end.errors}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_what_was_written_is_what_the_library_reads(ends, name):
     assert_succeeded(ends, name, "check_conformance")

@@ -12,6 +12,7 @@ import pytest
 STATUS = Path("/proc/self/status")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not STATUS.exists(), reason="needs Linux's /proc")
 def test_the_float_model_is_never_in_memory(tmp_path):
     pytest.importorskip("bitsandbytes")

@@ -32,6 +32,7 @@ if not pid:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are slowed down as Linux does it")
 def test_a_process_ends_with_0_although_gloo_is_slow_to_drop_the_last_collective():
     done = subprocess.run([sys.executable, "-c", STORM], capture_output=True, text=True, check=False)

@@ -378,7 +378,7 @@ def test_the_epoch_reaches_workers_that_live_on() -> None:
         assert [batch.tolist() for batch in prepared] == [[epoch, epoch]]
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("options", [{}, {"dispatch_batches": True, "put_on_device": True}])
 def test_the_epoch_reaches_workers_of_a_stream_that_is_not_sharded(
     context: str, options: dict[str, Any]
