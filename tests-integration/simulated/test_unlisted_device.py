@@ -113,7 +113,8 @@ PROGRAM = """\
 from accel import Accelerator
 accelerator = Accelerator()
 state = accelerator.state
-print(accelerator.process_index, state.device, state.num_processes, state.backend, flush=True)
+line = f"{accelerator.process_index} {state.device} {state.num_processes} {state.backend}\\n"
+print(line, end="", flush=True)  # in one piece, since both ranks write
 accelerator.end_training()
 """
 
