@@ -72,6 +72,14 @@ def accelerator_of(plugin, **arguments):
     accelerator.free_memory()
 
 
+def prepare_all(accelerator):
+    """Prepare the model, an optimizer and a scheduler of torch, and the loader of these tests."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+    return accelerator.prepare(model, optimizer, scheduler, make_loader())
+
+
 def train(accelerator, model, optimizer, scheduler, loader, clip=None, *, clear_first=False):
     norms = []
     for inputs, targets in loader:
@@ -103,10 +111,7 @@ def test_two_ranks_end_like_one_process(stage):
                 right, norms = plainly(accumulation, clip)
                 plugin = DeepSpeedPlugin(zero_stage=stage)
                 with accelerator_of(plugin, gradient_accumulation_steps=accumulation) as accelerator:
-                    model = make_model()
-                    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-                    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
-                    prepared = accelerator.prepare(model, optimizer, scheduler, make_loader())
+                    prepared = prepare_all(accelerator)
                     actual = train(accelerator, *prepared, clip=clip, clear_first=clip is None)
                     assert actual == pytest.approx(norms, abs=1e-5)
                     assert_equal(accelerator, prepared[0], right)
@@ -120,12 +125,7 @@ def test_zero_grad_before_the_step_changes_nothing(stage):
     with deepspeed_process():
         right, _ = plainly()
         with accelerator_of(DeepSpeedPlugin(zero_stage=stage)) as accelerator:
-            model = make_model()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
-            model, optimizer, scheduler, loader = accelerator.prepare(
-                model, optimizer, scheduler, make_loader()
-            )
+            model, optimizer, scheduler, loader = prepare_all(accelerator)
             for inputs, targets in loader:
                 accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
                 optimizer.zero_grad()
@@ -149,10 +149,7 @@ def test_offloading_changes_nothing(stage, offload):
         right, norms = plainly(3, 0.1)
         plugin = DeepSpeedPlugin(hf_ds_config=config)
         with accelerator_of(plugin, gradient_accumulation_steps=3) as accelerator:
-            model = make_model()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
-            prepared = accelerator.prepare(model, optimizer, scheduler, make_loader())
+            prepared = prepare_all(accelerator)
             assert train(accelerator, *prepared, clip=0.1) == pytest.approx(norms, abs=1e-5)
             assert_equal(accelerator, prepared[0], right)
 
@@ -328,12 +325,7 @@ def test_loops_that_divide_the_loss_by_themselves_say_so_to_backward(stage):
             DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_plugin=plugin
         ) as accelerator:
             assert accelerator.gradient_accumulation_steps == 3
-            model = make_model()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
-            model, optimizer, scheduler, loader = accelerator.prepare(
-                model, optimizer, scheduler, make_loader()
-            )
+            model, optimizer, scheduler, loader = prepare_all(accelerator)
             for inputs, targets in loader:
                 with accelerator.accumulate(model):
                     loss = nn.functional.mse_loss(model(inputs), targets) / 3

@@ -578,7 +578,7 @@ def test_each_value_is_in_one_file_of_a_sharded_checkpoint(tmp_path):
     nbytes = ShardWriter(
         {"model": accelerator._parts.strategy.states.model_tensors(model)},
         accelerator.process_index,
-        accelerator._parts.strategy.states.planners,
+        accelerator._parts.strategy.states.writer,
     ).nbytes
     total = sum(value.numel() * value.element_size() for value in wanted.values())
     assert sum(accelerator.gather(torch.tensor([nbytes])).tolist()) == total

@@ -24,7 +24,7 @@ from accel_state.errors import CheckpointError, SettingsError, UnsupportedError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_plugins.sharding.state import RankPlanners, StateAllocator, StateForm
+    from accel_plugins.sharding.state import StateAllocator, StateForm
     from accel_plugins.strategy import Bundle, StateDict
 
 Write: TypeAlias = "Callable[[Any, Path], object]"
@@ -134,12 +134,11 @@ class States:
 
     Attributes:
         is_sharded: Whether ranks have shards, so that full states take collectives.
-        planners: Plan a rank's writes and reads of shards; PyTorch's, for plain tensors and DTensors, if
-            `None`.
+        writer: The rank that writes values in sharded state dicts that are not sharded.
     """
 
     is_sharded: ClassVar[bool] = False
-    planners: RankPlanners | None = None
+    writer: int = 0
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
         """Return the full state dict under the unwrapped model's names; on the CPU if models are sharded.

@@ -18,7 +18,6 @@ from accel_plugins.full_parameters import FullParameters, named_parameters_of
 from accel_plugins.sharding.shards import ShardedStates, gather_full_tensor
 from accel_plugins.sharding.state import (
     ABSENT,
-    RankPlanners,
     StateAllocator,
     StateForm,
     model_variables,
@@ -134,10 +133,10 @@ class PipelineStates(ShardedStates):
         mesh: DeviceMesh,
         device: torch.device,
         form: Callable[[], StateForm],
-        planners: RankPlanners,
+        writer: int,
     ) -> None:
         super().__init__(device, form)
-        self.models, self.group, self.mesh, self.planners = models, group, mesh, planners
+        self.models, self.group, self.mesh, self.writer = models, group, mesh, writer
 
     def model_tensors(self, model: nn.Module) -> StateDict:
         """Return the state dict; tensors common to all stages are replicated over all ranks."""

@@ -23,7 +23,6 @@ from accel_plugins.parallelism.config import Axes, TorchPipelineParallelConfig, 
 from accel_plugins.pipeline.engine import Pipeline
 from accel_plugins.pipeline.stages import Layout, lay_out
 from accel_plugins.pipeline.state import ModelNames, PipelineStates
-from accel_plugins.sharding.folder import TorchPlanners
 from accel_plugins.sharding.shards import gather_full_tensor, shard_like
 from accel_plugins.sharding.state import StateForm
 from accel_plugins.sharding.step import norm_of
@@ -86,7 +85,7 @@ class PipelineStrategy(MeshStrategy):
             mesh=axes.mesh,
             device=runtime.device,
             form=(lambda: StateForm.FULL) if plugin is None else partial(form_of, plugin),
-            planners=TorchPlanners(writer=rank - rank % per_stage),  # the first rank of the stage
+            writer=rank - rank % per_stage,  # the first rank of the stage
         )
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False, **_: Any) -> Bundle:

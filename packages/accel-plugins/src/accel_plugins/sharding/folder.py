@@ -22,18 +22,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
     ReadItem,
-    SavePlan,
-    SavePlanner,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from accel_plugins.sharding.state import ABSENT, INDEX_NAME, RankPlanners, local_metadata_file, shard_file
+from accel_plugins.sharding.state import ABSENT, INDEX_NAME, local_metadata_file, shard_file
 from accel_state.errors import CheckpointError, did_you_mean
 from accel_state.files import RestrictedUnpickler
 from accel_state.frozen import frozen
@@ -46,10 +42,20 @@ if TYPE_CHECKING:
 
 
 class ShardWriter:
-    """Write one rank's shards of a state: nested dictionaries and lists of named values."""
+    """Write one rank's shards of a state: nested dictionaries and lists of named values.
 
-    def __init__(self, state: Mapping[str, Any], rank: int, planners: RankPlanners | None = None) -> None:
-        self._planner, self._plan = (planners or TorchPlanners()).plan_save(state, rank)
+    All ranks together write every value once; plain tensors and objects are written by the rank `writer`.
+    """
+
+    def __init__(self, state: Mapping[str, Any], rank: int, writer: int = 0) -> None:
+        is_writer = rank == writer
+        self._planner = DefaultSavePlanner()
+        self._planner.set_up_planner(_present(dict(state)), is_coordinator=is_writer)
+        plan, tensors = self._planner.create_local_plan(), self._planner.state_dict
+        items = [
+            item for item in plan.items if _is_written(item, tensors[item.index.fqn], is_writer=is_writer)
+        ]
+        self._plan = replace(plan, items=items)
         self._file = shard_file(rank)
         self._results: list[WriteResult] = []
 
@@ -107,33 +113,6 @@ class _CountingSink:
 def compact(tensor: Tensor) -> Tensor:
     """Copy a view to its own storage, since `torch.save` writes a view's whole storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-@frozen
-class TorchPlanners:
-    """Plans for DTensors, and for plain tensors and objects, which the rank `writer` writes."""
-
-    writer: int = 0
-
-    def plan_save(self, state: Mapping[str, Any], rank: int) -> tuple[SavePlanner, SavePlan]:
-        planner = DefaultSavePlanner()
-        is_writer = rank == self.writer
-        planner.set_up_planner(_present(dict(state)), is_coordinator=is_writer)
-        plan = planner.create_local_plan()
-        tensors = planner.state_dict
-        items = [
-            item for item in plan.items if _is_written(item, tensors[item.index.fqn], is_writer=is_writer)
-        ]
-        return planner, replace(plan, items=items)
-
-    def plan_load(
-        self, state: dict[str, Any], index: Metadata, *, strict: bool, flat: bool
-    ) -> tuple[LoadPlanner, LoadPlan]:
-        planner = _LoadPlanner(flatten_state_dict=not flat, allow_partial_load=not strict)
-        planner.set_up_planner(_present(state), index, is_coordinator=False)
-        plan = planner.create_local_plan()
-        planner.original_state_dict = state
-        return planner, plan
 
 
 def _present(state: Any) -> Any:
@@ -212,18 +191,11 @@ def write_index(folder: AnyPath, ranks: Iterable[int]) -> list[str]:
     return [file.name for file in metadata_files]
 
 
-def read_into(
-    folder: AnyPath,
-    state: dict[str, Any],
-    *,
-    strict: bool = True,
-    flat: bool = False,
-    planners: RankPlanners | None = None,
-) -> None:
+def read_into(folder: AnyPath, state: dict[str, Any], *, strict: bool = True, flat: bool = False) -> None:
     """Read this rank's shards of a state, nested as it was saved, in place; replace what is no tensor.
 
     Unless `strict`, values that the folder lacks are unchanged. If `flat`, the keys of `state` are those of
-    the folder's index. `planners` plan the reads; PyTorch's, for plain tensors and DTensors, if `None`.
+    the folder's index.
 
     Raises:
         CheckpointError: The folder is damaged, or does not fit `state`.
@@ -244,7 +216,10 @@ def read_into(
             )
     try:
         reader = _reader(folder)
-        planner, plan = (planners or TorchPlanners()).plan_load(state, index, strict=strict, flat=flat)
+        planner = _LoadPlanner(flatten_state_dict=not flat, allow_partial_load=not strict)
+        planner.set_up_planner(own, index, is_coordinator=False)
+        plan = planner.create_local_plan()
+        planner.original_state_dict = state
         if isinstance(folder, RemotePath):  # in file order, so that each block is fetched once
             plan = replace(plan, items=sorted(plan.items, key=lambda item: _location_of(index, item)))
         reader.set_up_storage_reader(index, is_coordinator=False)
@@ -278,9 +253,7 @@ class _StoreFiles:
         return path / suffix
 
 
-def read_all(
-    folder: AnyPath, allocate: Callable[[TensorMetadata], Any], planners: RankPlanners | None = None
-) -> dict[str, Any]:
+def read_all(folder: AnyPath, allocate: Callable[[TensorMetadata], Any]) -> dict[str, Any]:
     """Read every value of a DCP folder into nested dictionaries and lists, as they were saved.
 
     `allocate` returns the destination tensor of an entry with a shape, or `ABSENT` to skip the entry.
@@ -288,7 +261,7 @@ def read_all(
     state: dict[str, Any] = {}
     for entry in entries(read_index(folder)):
         put(state, entry.path, None if entry.shape is None else allocate(entry))
-    read_into(folder, state, planners=planners)
+    read_into(folder, state)
     return state
 
 

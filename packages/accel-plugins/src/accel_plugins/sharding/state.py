@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,6 @@ from accel_state.errors import CheckpointError
 from accel_state.remote import AnyPath
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
     from torch.optim import Optimizer
 
     from accel_plugins.strategy import StateDict
@@ -45,24 +43,6 @@ class StateForm(Enum):
     """Every rank writes its shards, to a folder that PyTorch Distributed Checkpoint reads."""
     NATIVE = auto()
     """The strategy writes its own files."""
-
-
-class RankPlanners(Protocol):
-    """Plan one rank's writes to and reads from a DCP folder, for one kind of tensors."""
-
-    def plan_save(self, state: Mapping[str, Any], rank: int) -> tuple[SavePlanner, SavePlan]:
-        """Plan the writes of this rank: all ranks together write every value once.
-
-        Return a planner whose `resolve_data` returns the values, and a plan of only this rank's items, whose
-        data maps keys to paths in `state`.
-        """
-        ...
-
-    def plan_load(
-        self, state: dict[str, Any], index: Metadata, *, strict: bool, flat: bool
-    ) -> tuple[LoadPlanner, LoadPlan]:
-        """Plan the reads of this rank, as for `read_into`: return the data's receiver, and the items."""
-        ...
 
 
 def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:

@@ -686,7 +686,7 @@ def restore_model_shards(
                 f"{str(folder)!r} has {unknown[0]!r}, which {type(model).__name__} does not have. Pass "
                 "strict=False to load the rest."
             )
-    sharding.folder.read_into(folder, wrapped, strict=strict, planners=run.strategy.states.planners)
+    sharding.folder.read_into(folder, wrapped, strict=strict)
     run.strategy.states.load_model(model, wrapped[MODEL_KEY], strict=strict, **options)
 
 
@@ -707,7 +707,7 @@ def restore_optimizer_shards(run: CheckpointContext, folder: AnyPath, optimizer:
             return make(str(entry.path[2]), key, entry.shape or torch.Size(), entry.dtype or torch.float32)
         return _full(entry)
 
-    state = _unwrap(sharding.folder.read_all(folder, allocate, run.strategy.states.planners))
+    state = _unwrap(sharding.folder.read_all(folder, allocate))
     state.setdefault("state", {})
     run.strategy.states.load_optimizer(optimizer, models, state)
 

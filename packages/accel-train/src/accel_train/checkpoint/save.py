@@ -322,7 +322,7 @@ def shared_files(
 
 def shard_files(run: CheckpointContext, folder: str, **state: Any) -> list[CheckpointFile]:
     """List this rank's two files in a folder of shards: the shards, and their metadata, which is second."""
-    writer = sharding.folder.ShardWriter(state, run.rank, run.strategy.states.planners)
+    writer = sharding.folder.ShardWriter(state, run.rank, run.strategy.states.writer)
     return [
         CheckpointFile(f"{folder}/{shard_file(run.rank)}", writer.local_values(), writer.write_shards),
         CheckpointFile(f"{folder}/{local_metadata_file(run.rank)}", [], writer.write_local_metadata),
