@@ -9,6 +9,7 @@ import socket
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -306,8 +307,9 @@ def test_how_a_process_ended_without_an_error_of_the_function_is_reported(work, 
 def test_nothing_of_torchs_launcher_stays(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(WorkerFailedError):
-        debug_launcher(lambda: 1 / 0)
+    for launcher in (debug_launcher, partial(notebook_launcher, num_processes=2, use_port=0)):
+        with pytest.raises(WorkerFailedError):
+            launcher(lambda: 1 / 0)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert [*tmp_path.glob("torchelastic*")] == []
     assert "Traceback" not in capfd.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from collections.abc import Mapping
 from dataclasses import field, replace
@@ -324,3 +325,9 @@ def _shut_down() -> None:
 
 
 atexit.register(_shut_down)
+
+
+if hasattr(os, "register_at_fork"):
+    # Threads are not copied by a fork: a group of the parent that is garbage would be destroyed by the first
+    # collection in a data worker or a launched rank, which would wait for the group's threads forever.
+    os.register_at_fork(after_in_child=gc.freeze)

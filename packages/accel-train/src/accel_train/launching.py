@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import multiprocessing
@@ -299,8 +298,8 @@ def _fork(
         "static": {"rank": node_rank},
         "c10d": {"is_host": node_rank == 0},
     }
-    options = {"max_restarts": 0, "run_id": "none", "logs_specs": DefaultLogsSpecs(), **options}
-    logs: Any = options["logs_specs"]
+    options = {"max_restarts": 0, "run_id": "none", **options}
+    logs = options["logs_specs"] = options.get("logs_specs") or DefaultLogsSpecs()  # makes a folder
     config = LaunchConfig(
         min_nodes=num_nodes,
         max_nodes=num_nodes,
@@ -408,7 +407,6 @@ def _run_forked(function: Callable[..., Any], *args: Any) -> Any:
     has had any, the first multi-threaded operation would wait for them forever.
     """
     torch.set_num_threads(1)
-    gc.freeze()  # collecting a process group of the parent would crash: its threads were not copied
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     environ.publish({"FORK_LAUNCHED": "1"})
