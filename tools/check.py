@@ -16,21 +16,27 @@ so this program starts itself again with `uv run --group dev`. After `uv sync --
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import json
 import os
+import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from handle_signals import handle_signals
 
@@ -60,6 +66,8 @@ WORDS = ("failed", "error", "passed", "skipped", "deselected", "xfailed")
 AT_ONCE = 3
 """How many steps run at a time: tests wait for processes, for limits of time and for installations, and while
 one step waits, others compute."""
+SILENCE = 1500.0
+"""After so many seconds without a word, a step waits for what never comes."""
 MAX_RERUNS = 10
 """If more tests fail than this, something is broken, and none is run again."""
 
@@ -193,16 +201,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run the chosen steps; return 0 if all passed."""
     parser = argparse.ArgumentParser(description="Run every check of the workspace.")
     parser.add_argument("--list", action="store_true", help="name the steps and stop")
-    parser.add_argument("--only", action="append", metavar="NAME", help="run this step (may be repeated)")
+    names = [step.name for step in STEPS]
+    parser.add_argument("--only", action="append", choices=names, help="run this step (may be repeated)")
     parser.add_argument("--all", action="store_true", help="also what is too slow for every commit")
     arguments = parser.parse_args(argv)
     if arguments.list:
         for step in STEPS:
             print(f"{step.name:<12} {step.about}")
         return 0
-    names = [step.name for step in STEPS]
-    if unknown := sorted(set(arguments.only or ()) - set(names)):
-        parser.error(f"no step is called {', '.join(unknown)}; there are {', '.join(names)}")
     restart_with_the_group(sys.argv[1:] if argv is None else argv)
     handle_signals()
     started = time.monotonic()
@@ -268,6 +274,8 @@ def run(step: Step, show: Show = SHOW) -> Result:
 def passed_through(command: tuple[str, ...], show: Show) -> tuple[int, Counter[str]]:
     """Run a command, showing what it prints; return its exit status and the tests that pytest counted."""
     tests: Counter[str] = Counter()
+    letters: queue.SimpleQueue[str] = queue.SimpleQueue()
+    line = ""
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -278,11 +286,34 @@ def passed_through(command: tuple[str, ...], show: Show) -> tuple[int, Counter[s
         text=True,
         errors="replace",
     ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            show(line)
-            tests.update(counted(line))
+        threading.Thread(target=read, args=(process.stdout, letters)).start()
+        while letter := letter_or_end(letters, process):
+            line += letter
+            if letter == "\n":
+                show(line)
+                tests.update(counted(line))
+                line = ""
+    show(line)
     return process.returncode, tests
+
+
+def read(output: Any, letters: queue.SimpleQueue[str]) -> None:
+    while letter := output.read(1):
+        letters.put(letter)
+    letters.put("")
+
+
+def letter_or_end(letters: queue.SimpleQueue[str], process: subprocess.Popen[str]) -> str:
+    """Return what comes next, "" at the end; end tests that wait for ever, which then print their stacks."""
+    while True:
+        try:
+            return letters.get(timeout=SILENCE)
+        except queue.Empty:
+            own = psutil.Process(process.pid)
+            for hanging in own.children(recursive=True) or [own]:  # pytest-xdist starts its workers again
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    hanging.send_signal(signal.SIGABRT)
+                    time.sleep(1)  # one stack after the other
 
 
 def environment() -> dict[str, str]:

@@ -11,13 +11,14 @@ least 15 times as fast as the reference's; `accel launch script` of one process 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from compared import options
 
 TIMES_FASTER = 15.0
 EXTRA_SECONDS = 0.3
@@ -104,14 +105,7 @@ def launch(reference: str | None, rounds: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7, help="how often each command runs")
-    parser.add_argument(
-        "--reference-python", type=Path, help="interpreter of an environment with the reference"
-    )
-    arguments = parser.parse_args()
+    arguments = options(__doc__, 7, "how often each command runs").parse_args()
     reference = str(arguments.reference_python) if arguments.reference_python else None
     missed = quick(reference, arguments.rounds) + launch(reference, arguments.rounds)
     WRITTEN.unlink(missing_ok=True)

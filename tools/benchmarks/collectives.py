@@ -27,11 +27,11 @@ import sys
 import time
 from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from compared import options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -204,13 +204,7 @@ def compare(ranks: dict[str, Ranks], case: str, operation: str, rounds: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7, help="how many turns the reference has")
-    parser.add_argument(
-        "--reference-python", type=Path, help="interpreter of an environment with the reference"
-    )
+    parser = options(__doc__, 7, "how many turns the reference has")
     parser.add_argument("--cases", nargs="+", choices=CLAIMS, default=list(CLAIMS), help="which data")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

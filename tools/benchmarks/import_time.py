@@ -10,12 +10,12 @@ Python writes no bytecode. Claim: `import accel` at most 1.12 of `import torch`.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
+
+from compared import options
 
 CLAIM = 1.12
 BASELINE = "import torch"
@@ -27,10 +27,7 @@ def seconds(python: str, statement: str) -> float:
     """Wall time of one statement in a fresh interpreter."""
     code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
-    answer = subprocess.run(
-        [python, "-c", code], check=True, stdout=subprocess.PIPE, text=True, env=environment
-    )
-    return float(answer.stdout)
+    return float(subprocess.check_output([python, "-c", code], text=True, env=environment))
 
 
 def compare(python: str, statements: tuple[str, ...], rounds: int) -> dict[str, float]:
@@ -47,14 +44,7 @@ def compare(python: str, statements: tuple[str, ...], rounds: int) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="how often each statement runs")
-    parser.add_argument(
-        "--reference-python", type=Path, help="interpreter of an environment with the reference"
-    )
-    arguments = parser.parse_args()
+    arguments = options(__doc__, 5, "how often each statement runs").parse_args()
     ratios = compare(sys.executable, OURS, arguments.rounds)
     if arguments.reference_python:
         compare(str(arguments.reference_python), THEIRS, arguments.rounds)

@@ -17,10 +17,10 @@ import subprocess
 import sys
 import time
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from compared import options
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -105,13 +105,7 @@ def report(library: str, result: dict[str, float]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=15, help="pairs of epochs to compare")
-    parser.add_argument(
-        "--reference-python", type=Path, help="interpreter of an environment with the reference"
-    )
+    parser = options(__doc__, 15, "pairs of epochs to compare")
     parser.add_argument("--library", default="accel", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print the figures only")
     arguments = parser.parse_args()
@@ -123,8 +117,7 @@ def main() -> None:
     if arguments.reference_python:
         command = [str(arguments.reference_python), __file__, "--library", "accelerate", "--json"]
         command += ["--rounds", str(arguments.rounds)]
-        answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        report("accelerate", json.loads(answer.stdout.splitlines()[-1]))
+        report("accelerate", json.loads(subprocess.check_output(command, text=True).splitlines()[-1]))
     if result["ratio"] > CLAIM:
         sys.exit(f"more than the claimed {CLAIM}")
 
