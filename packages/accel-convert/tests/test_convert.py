@@ -18,7 +18,7 @@ from accel_convert.read import open_checkpoint
 from accel_plugins.sharding.folder import read_index
 from accel_state.errors import CheckpointError, SettingsError
 from accel_train import Accelerator
-from accel_train.checkpoint import folder as checkpoint_folder
+from accel_train.checkpoint import layout
 
 FORMATS = ["safetensors", "torch", "full", "sharded", "dcp"]
 STATES = ["full", "sharded", "dcp"]
@@ -128,10 +128,7 @@ def test_the_optimizer_and_the_files_of_a_state_are_its_own(state, tmp_path):
     assert first["state"].keys() == last["state"].keys()
     for number, values in first["state"].items():
         assert_same(last["state"][number], values)
-    assert (
-        checkpoint_folder.read_manifest(tmp_path / "full").files.keys()
-        == checkpoint_folder.read_manifest(folder).files.keys()
-    )
+    assert layout.read_manifest(tmp_path / "full").files.keys() == layout.read_manifest(folder).files.keys()
     name = "random_states_0.pkl"
     assert (tmp_path / "full" / name).read_bytes() == (folder / name).read_bytes()
 

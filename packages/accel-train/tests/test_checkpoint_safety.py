@@ -187,6 +187,25 @@ def test_nothing_changes_if_a_folder_without_a_manifest_lacks_a_file(tmp_path, a
     assert run.values() == {9.0}
 
 
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("name", ["model", "optimizer.bin", "custom_checkpoint_0.pkl"])
+def test_nothing_changes_if_a_file_of_another_library_is_cut_off(tmp_path, name, safe, hooks):
+    run = Run(size=600)
+    run.accelerator.prepare(nn.Linear(4, 4))
+    run.accelerator.save_state(tmp_path / "c", safe_serialization=safe)
+    (tmp_path / "c" / MANIFEST).unlink()
+    last = ("model_1.safetensors" if safe else "pytorch_model_1.bin") if name == "model" else name
+    path = tmp_path / "c" / last
+    path.write_bytes(path.read_bytes()[:-100])
+    run.set(9.0)
+    if hooks:
+        run.accelerator.register_load_state_pre_hook(lambda models, folder: run.set(7.0))
+    with pytest.raises(CheckpointError, match=last):
+        run.accelerator.load_state(tmp_path / "c")
+    assert run.values() == {9.0}
+
+
 def other_process(script, *arguments):
     """A process that has printed a line."""
     process = subprocess.Popen(

@@ -33,7 +33,6 @@ from accel_train.checkpoint import files
 from accel_train.checkpoint.save import Saving
 from accel_train.checkpoint.single_files import (
     load_accelerator_state,
-    merge_folder,
     merge_fsdp_weights,
     save_accelerator_state,
 )
@@ -607,18 +606,6 @@ def test_the_state_that_was_staged_is_saved_whatever_training_does(tmp_path, mon
     assert torch.equal(run.weights(), before)
 
 
-def test_host_memory_is_used_again(tmp_path):
-    run = Setup(tmp_path)
-    run.train(1)
-    run.accelerator.save_state(blocking=False).wait()
-    staging = run.accelerator._parts.checkpoints.staging
-    taken = staging.nbytes
-    for _ in range(3):
-        run.accelerator.save_state(blocking=False)
-    run.accelerator.has_checkpoint  # noqa: B018 - waits
-    assert staging.nbytes == taken > 0
-
-
 def save_and_wait(accelerator, blocking, folder=None):
     saved = accelerator.save_state(folder, blocking=blocking)
     if not blocking:
@@ -842,22 +829,12 @@ def test_the_documented_functions_save_and_load_by_themselves(tmp_path):
     assert counter.value == 4
 
 
-def test_shards_are_merged_by_the_rank_that_asks(tmp_path):
-    weights = {"a.weight": torch.ones(2, 2), "b": torch.zeros(3)}
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is a single process
-        dcp.save({"model": weights}, checkpoint_id=tmp_path / "shards", no_dist=True)
-    path = merge_folder(tmp_path / "shards", tmp_path / "merged")
-    assert path == tmp_path / "merged" / "model.safetensors"
-    merged = load_file(path)
-    assert merged.keys() == weights.keys()
-    assert all(torch.equal(merged[name], value) for name, value in weights.items())
-
-
 def test_shards_of_several_types_are_merged_for_torch(tmp_path):
     weights = {"a": torch.ones(2, 2), "b": torch.arange(3), "c": torch.zeros(0)}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is a single process
         dcp.save({"model": weights}, checkpoint_id=tmp_path / "shards", no_dist=True)
-    merged = torch.load(merge_folder(tmp_path / "shards", tmp_path / "merged", safe_serialization=False))
+    merge_fsdp_weights(tmp_path / "shards", tmp_path / "merged", safe_serialization=False)
+    merged = torch.load(tmp_path / "merged" / "pytorch_model.bin")
     assert list(merged) == list(weights)
     assert all(torch.equal(merged[name], value) for name, value in weights.items())
     assert [value.untyped_storage().nbytes() for value in merged.values()] == [16, 24, 0]
@@ -873,7 +850,7 @@ def test_a_merge_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(OSError, match="No space left"):
-        merge_folder(tmp_path / "shards", tmp_path / "merged", safe_serialization=False)
+        merge_fsdp_weights(tmp_path / "shards", tmp_path / "merged", safe_serialization=False)
     assert listing(tmp_path / "merged") == []
 
 

@@ -21,8 +21,7 @@ from accel_state.errors import CheckpointError, SettingsError
 from accel_state.remote import AnyPath
 from accel_state.unpickling import load_safely
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.folder import read_manifest
-from accel_train.checkpoint.layout import MODEL_KEY, OPTIMIZER_KEY
+from accel_train.checkpoint.layout import MODEL_KEY, OPTIMIZER_KEY, read_manifest
 
 
 def open_checkpoint(path: AnyPath, base: AnyPath | None = None) -> CheckpointContents:

@@ -1425,7 +1425,10 @@ class Accelerator(RankMethods):
             tensors = sharding.adapters.iter_merged(model, request, iterate)
         else:
             tensors = iterate(request)
-        return checkpoint.single_files.iter_with_offloaded_weights(tensors, model)
+        return (
+            (name, with_offloaded_weights({name: tensor}, model)[name].to(tensor.dtype))
+            for name, tensor in tensors
+        )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Gather the full state dict of a model. Call it on every process.

@@ -3,5 +3,4 @@ from accel_train.checkpoint import layout as layout
 from accel_train.checkpoint import load as load
 from accel_train.checkpoint import preemption as preemption
 from accel_train.checkpoint import save as save
-from accel_train.checkpoint import single_files as single_files
 from accel_train.checkpoint import staging as staging

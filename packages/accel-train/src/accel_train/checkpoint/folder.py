@@ -6,13 +6,10 @@ import contextlib
 import glob
 import logging
 import secrets
-import zipfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from accel_ops.weights.layout import SAFETENSORS_SUFFIX
-from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_plugins.registry import find_foreign
 from accel_plugins.sharding.state import INDEX_NAME, is_sharded_folder
 from accel_state.errors import CheckpointError
@@ -27,7 +24,7 @@ from accel_train.checkpoint.files import (
     sizes_of,
     write_file,
 )
-from accel_train.checkpoint.layout import Manifest
+from accel_train.checkpoint.layout import Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +112,7 @@ def recover(target: AnyPath) -> None:
         marker = source / layout.MANIFEST_NAME
         with contextlib.suppress(FileNotFoundError):  # without it, only the folder itself is left
             manifest = Manifest.from_text(marker.read_bytes(), marker)
-            for name in _listed_files(target) - set(manifest.files):
+            for name in layout.listed_files(target) - set(manifest.files):
                 remove(target / name)
             for name in manifest.files:
                 make_folder((target / name).parent)
@@ -126,15 +123,6 @@ def recover(target: AnyPath) -> None:
         remove(source)
 
 
-def _listed_files(folder: Path) -> set[str]:
-    """Return the files that the manifest in a folder lists; other files may be anybody's."""
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError:
-        manifest = None
-    return set() if manifest is None else set(manifest.files)
-
-
 def is_unchanged(target: AnyPath, manifest: Manifest | None) -> bool:
     """Return whether a folder still holds the checkpoint whose manifest was read, and no newer one."""
     if any((path / layout.MANIFEST_NAME).is_file() for path in target.glob(f"{layout.COMMIT_NAME}*")):
@@ -143,20 +131,6 @@ def is_unchanged(target: AnyPath, manifest: Manifest | None) -> bool:
         return read_manifest(target) == manifest
     except CheckpointError:  # it cannot be read, and could not be before
         return manifest is None
-
-
-def read_manifest(folder: AnyPath) -> Manifest | None:
-    """Read the manifest of a checkpoint; `None` for one that another library wrote."""
-    path = folder / layout.MANIFEST_NAME
-    try:
-        return Manifest.from_text(path.read_bytes(), path)
-    except FileNotFoundError:
-        if not path.is_symlink():
-            return None
-        reason = "it is a broken link"
-    except OSError as error:
-        reason = error.strerror or repr(error)
-    raise CheckpointError(f"{str(path)!r} cannot be read ({reason}): load another checkpoint.")
 
 
 def check(folder: AnyPath, manifest: Manifest | None) -> None:
@@ -177,7 +151,7 @@ def check(folder: AnyPath, manifest: Manifest | None) -> None:
 
 
 def _check_foreign(folder: AnyPath) -> None:
-    """Check a checkpoint of another library, which has no manifest, for truncated files."""
+    """Check that a checkpoint of another library, which has no manifest, has files, and complete folders."""
     if isinstance(folder, RemotePath) and stores.is_interrupted(folder):
         raise CheckpointError(
             f"{str(folder)!r} is incomplete: its upload was interrupted. Save it again, or load another one."
@@ -189,30 +163,10 @@ def _check_foreign(folder: AnyPath) -> None:
             "file of a checkpoint."
         )
     for path in entries:
-        if path.name in layout.ENGINE_ROOT_FILES:
-            continue
-        if path.is_dir():
-            if not is_sharded_folder(path) and find_foreign(folder, path.name, 1) is None:
-                raise CheckpointError(
-                    f"{str(path)!r} is incomplete: it has no {INDEX_NAME!r}, which is written last."
-                )
-        elif path.name.endswith(SAFETENSORS_SUFFIX):
-            SafetensorsFile(path)
-        else:
-            _check_saved(path)
-
-
-_ZIP = b"PK\x03\x04"
-
-
-def _check_saved(path: AnyPath) -> None:
-    """Reject a truncated file of `torch.save`."""
-    with path.open("rb") as file:
-        start = file.read(len(_ZIP))
-        # Files of torch before 1.6 are no zip files: only reading them shows whether they are complete.
-        is_cut_off = not start or (start == _ZIP and not zipfile.is_zipfile(file))
-    if is_cut_off:
-        raise CheckpointError(f"{str(path)!r} is truncated: writing it was interrupted.")
+        if path.is_dir() and not is_sharded_folder(path) and find_foreign(folder, path.name, 1) is None:
+            raise CheckpointError(
+                f"{str(path)!r} is incomplete: it has no {INDEX_NAME!r}, which is written last."
+            )
 
 
 _READERS = 4  # files that are hashed at the same time

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from accel_ops.weights.layout import MODEL_NAME, SAFE_MODEL_NAME, SAFETENSORS_SUFFIX
 from accel_state.errors import CheckpointError
 from accel_state.frozen import frozen
+from accel_state.remote import AnyPath
 
 FSDP_MODEL_NAME = f"{MODEL_NAME}_fsdp"
 """The folder or file of a model that FSDP shards, before its number."""
@@ -209,6 +210,29 @@ class Manifest:
             for name, row in self.files.items()
             if sizes.get(name) != row.size
         ]
+
+
+def read_manifest(folder: AnyPath) -> Manifest | None:
+    """Read the manifest of a checkpoint; `None` for one that another library wrote."""
+    path = folder / MANIFEST_NAME
+    try:
+        return Manifest.from_text(path.read_bytes(), path)
+    except FileNotFoundError:
+        if not path.is_symlink():
+            return None
+        reason = "it is a broken link"
+    except OSError as error:
+        reason = error.strerror or repr(error)
+    raise CheckpointError(f"{str(path)!r} cannot be read ({reason}): load another checkpoint.")
+
+
+def listed_files(folder: AnyPath) -> set[str]:
+    """Return the files that the manifest in a folder lists; other files may be anybody's."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError:
+        manifest = None
+    return set() if manifest is None else set(manifest.files)
 
 
 def _relative(name: str) -> str:

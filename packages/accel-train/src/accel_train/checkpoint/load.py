@@ -179,7 +179,7 @@ def _newest_complete(
         # 1. Check the folder, and this rank's share of the files: about as many bytes as others have.
         manifest, problem = None, ""
         try:
-            manifest = folders.read_manifest(folder)
+            manifest = layout.read_manifest(folder)
             folders.check(folder, manifest)
             if verifies and manifest is not None:
                 sizes = {name: record.size for name, record in manifest.files.items()}
@@ -294,10 +294,14 @@ class CheckpointReader:
 
 
 def _read(run: CheckpointContext, source: CheckpointReader) -> None:
-    """Read or map all files but shards, and models that hooks may load themselves. No collective."""
+    """Read or map all files but shards: nothing has changed if one is damaged. No collective."""
     prepared = run.prepared
-    models = [] if run.load_hooks else range(len(prepared.models))
-    names = [source.weights_name(index) for index in models if _model_loader(run, source, index) is None]
+    names = [
+        name
+        for index in range(len(prepared.models))
+        if _model_loader(run, source, index) is None
+        and (source.has(name := source.weights_name(index)) or not run.load_hooks)  # which may load it
+    ]
     names += [
         layout.optimizer_name(index)
         for index in range(len(prepared.optimizers))

@@ -119,9 +119,7 @@ def save(
     try:
         files += _files_of_run(run, job.local, safe=safe, hooks_end=main if has_hooks else SingleProcess())
         if not blocking:
-            run.staging.reset()
             files = [file._replace(state=run.staging.copy(file.state)) for file in files]
-            run.staging.synchronize()
     except Exception as error:  # noqa: BLE001 - hooks and state dicts are users' code, and all ranks need the error
         failure = error
     except BaseException:

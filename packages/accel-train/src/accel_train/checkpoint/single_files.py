@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +31,7 @@ from accel_state.remote import AnyPath, RemotePath
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.files import make_folder, move, remove, write_file
-from accel_train.checkpoint.folder import read_manifest
-from accel_train.checkpoint.layout import MODEL_KEY
+from accel_train.checkpoint.layout import MODEL_KEY, read_manifest
 from accel_train.checkpoint.load import (
     CheckpointReader,
     restore_model,
@@ -429,9 +427,10 @@ def merge_fsdp_weights(
     if state is None or state.is_main_process:
         try:
             folder = _folder_of_model(any_path(checkpoint_dir, "checkpoint_dir"))
+            target = any_path(output_path, "output_path")
             if remove_checkpoint_dir:
-                _check_removable(folder, any_path(output_path, "output_path"))
-            merge_folder(checkpoint_dir, output_path, safe_serialization)
+                _check_removable(folder, target)
+            _merge(folder, target, safe=safe_serialization)
             if remove_checkpoint_dir:
                 folder.remove_tree() if isinstance(folder, RemotePath) else remove(folder)
         except Exception as error:  # noqa: BLE001 - all ranks wait for it
@@ -460,50 +459,31 @@ def _check_removable(folder: AnyPath, output_path: AnyPath) -> None:
         )
 
 
-def merge_folder(
-    checkpoint_dir: str | os.PathLike[str], save_path: str | os.PathLike[str], safe_serialization: bool = True
-) -> AnyPath:
-    """Merge shards into one weight file on the rank that calls it, as `merge_fsdp_weights` does.
-
-    Returns:
-        The file.
-    """
-    name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
-    target = any_path(save_path, "output_path") / name
-    source = _folder_of_model(any_path(checkpoint_dir, "checkpoint_dir"))
-    if isinstance(target, Path):
-        _merge(source, target, safe=safe_serialization)
-        return target
-    with tempfile.TemporaryDirectory(prefix="accel-merge-") as folder:
-        merged = Path(folder) / name
-        _merge(source, merged, safe=safe_serialization)
-        target.upload(merged)
-    return target
-
-
-def _merge(folder: AnyPath, target: Path, *, safe: bool) -> None:
+def _merge(folder: AnyPath, target: AnyPath, *, safe: bool) -> None:
+    """Merge shards into a file of a folder: beside it first, or on this machine for a store."""
     tensors = _weights_of(folder)
-    make_folder(target.parent)
-    nonce = secrets.token_hex(4)
-    temporary, merged = (target.with_name(f".{target.name}.{nonce}.{end}") for end in ("tmp", "bin"))
-    try:
+    make_folder(target)
+    beside = target if isinstance(target, Path) else None
+    with tempfile.TemporaryDirectory(prefix=".accel-merge-", dir=beside) as scratch:
+        merged = Path(scratch) / SAFE_WEIGHTS_NAME
         rows = {
             name: (tuple(entry.shape), entry.dtype)
             for name, entry in tensors.items()
             if entry.shape is not None and entry.dtype is not None
         }
-        mapped = create_safetensors(temporary, rows)
+        mapped = create_safetensors(merged, rows)
         sharding.folder.read_into(
             folder, {entry.key: mapped[name] for name, entry in tensors.items()}, flat=True
         )
         del mapped
         if not safe:  # each tensor with a storage of its own: torch refuses one of several types
-            file = SafetensorsFile(temporary)
+            file, merged = SafetensorsFile(merged), Path(scratch) / WEIGHTS_NAME
             torch.save({name: file.tensor(name) for name in tensors}, merged)
-        move(temporary if safe else merged, target)
-    finally:
-        remove(temporary)
-        remove(merged)
+            del file
+        if isinstance(target, Path):
+            move(merged, target / merged.name)
+        else:
+            (target / merged.name).upload(merged)
 
 
 def _folder_of_model(source: AnyPath) -> AnyPath:
@@ -549,13 +529,3 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     """
     state = with_offloaded_weights(model.state_dict(), model)
     return {name: value.to("cpu") if isinstance(value, Tensor) else value for name, value in state.items()}
-
-
-def iter_with_offloaded_weights(
-    tensors: Iterator[tuple[str, Tensor]], model: nn.Module
-) -> Iterator[tuple[str, Tensor]]:
-    """Replace meta tensors by the offloaded weights, one by one."""
-    for name, tensor in tensors:
-        is_offloaded = tensor.is_meta
-        weight = with_offloaded_weights({name: tensor}, model)[name] if is_offloaded else tensor
-        yield name, weight.to(tensor.dtype)

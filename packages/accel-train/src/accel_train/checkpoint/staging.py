@@ -1,12 +1,13 @@
-"""Copy state trees to host memory that is used again; write and read objects as `torch.save` does."""
+"""Copy state trees to host memory; write and read objects as `torch.save` does."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,105 +18,55 @@ from accel_state.device_kinds import WITHOUT_STORAGE
 from accel_state.errors import CheckpointError
 from accel_state.libraries import is_torch_version
 from accel_state.remote import AnyPath
-from accel_state.streams import DeviceStreams, device_streams, pinned_if_possible
 from accel_state.unpickling import load_safely
 from accel_train.checkpoint.stores import on_disk
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-_BLOCK = 64 << 20  # bytes of host memory that are allocated at once, unless a storage is larger
-_ALIGNMENT = 64
+logger = logging.getLogger(__name__)
 
 
 class HostStaging:
-    """Copy state trees to host buffers that the next save uses again.
+    """Copy state trees to host memory, which for storages of devices that live on is that of the copy before.
 
-    Call `reset`, then `copy` for every tree, then `synchronize`; only then read the copies. They are valid
-    until the next `reset`. Storages are copied in full: a copy is serialised to the same bytes as its
-    original, and views share memory where the originals do.
+    Storages are copied in full: a copy is serialised to the same bytes as its original, and views share
+    memory where the originals do. A copy is valid until the next one of the same storage.
     """
 
     def __init__(self) -> None:
-        self._pools: dict[torch.device, _Pool] = {}
-        self._streams: dict[torch.device, DeviceStreams | None] = {}
+        self._cannot_pin = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory in the buffers."""
-        return sum(block.memory.numel() for pool in self._pools.values() for block in pool.blocks)
+    @cached_property
+    def _stager(self) -> Any:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    def reset(self) -> None:
-        """Let the next copies use the same memory."""
-        self._streams.clear()
-        for pool in self._pools.values():
-            for block in pool.blocks:
-                block.used = 0
+        return DefaultStager(
+            StagingOptions(
+                use_pinned_memory=torch.cuda.is_available(),  # the stager pins with its runtime
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=False,  # the stager would wait for the current device alone
+            )
+        )
 
     def copy(self, tree: Any) -> Any:
-        """Start to copy a tree; call `synchronize` before reading the copy."""
+        """Copy a tree; what is on a device has been copied when this returns."""
         return copied_tree(tree, self._copy_of)
 
-    def synchronize(self) -> None:
-        """Wait for all copies, and release the buffers that none of them uses."""
-        for streams in self._streams.values():
-            if streams is not None:
-                streams.synchronize()
-        for pool in self._pools.values():
-            pool.trim()
-
     def _copy_of(self, storage: UntypedStorage) -> UntypedStorage:
-        device = storage.device
-        if device not in self._streams:
-            self._streams[device] = device_streams(device)
-        streams = self._streams[device]
-        pool = self._pools.setdefault(device, _Pool(streams))
-        target, is_pinned = pool.take(storage.nbytes())
-        source = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-        if streams is not None and is_pinned:
-            streams.copy_(target, source)
-        else:  # a copy to pageable memory blocks
-            target.copy_(source)
-        begin = target.storage_offset()
-        # The result has exactly these bytes, since `torch.save` writes the full storage behind a tensor.
-        return target.untyped_storage()[begin : begin + storage.nbytes()]
-
-
-@dataclass(slots=True)
-class _Block:
-    """Host memory, of which the first `used` bytes are taken."""
-
-    memory: Tensor
-    is_pinned: bool
-    used: int = 0
-
-
-class _Pool:
-    """Blocks of host memory for the storages of one device."""
-
-    def __init__(self, streams: DeviceStreams | None) -> None:
-        self.blocks: list[_Block] = []
-        self._streams = streams
-
-    def take(self, nbytes: int) -> tuple[Tensor, bool]:
-        """Return uint8 memory of shape `(nbytes,)`, aligned for every type, and whether it is pinned."""
-        needed = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        free = (block for block in self.blocks if block.memory.numel() - block.used >= needed)
-        block = next(free, None)
-        if block is None:
-            # torch allocates pinned memory in powers of two: other storages use the remainder of a block.
-            size = max(_BLOCK, 1 << (needed - 1).bit_length())
-            pinned = None if self._streams is None else pinned_if_possible(self._streams, size)
-            memory = torch.empty(size, dtype=torch.uint8, device="cpu") if pinned is None else pinned
-            block = _Block(memory, pinned is not None)
-            self.blocks.append(block)
-        begin = block.used
-        block.used += needed
-        return block.memory[begin : begin + nbytes], block.is_pinned
-
-    def trim(self) -> None:
-        """Release the blocks that no copy uses."""
-        self.blocks = [block for block in self.blocks if block.used]
+        if storage.device.type == "cpu":
+            return storage.clone()
+        values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        if not self._cannot_pin:
+            try:
+                staged: Tensor = self._stager.stage({"": values})[""]
+                return staged.untyped_storage()
+            except (AssertionError, RuntimeError) as error:  # WSL2 and containers limit pinned memory
+                self._cannot_pin = True
+                reason = str(error).splitlines()[0]
+                logger.warning("Host memory could not be pinned (%s): copies are slower.", reason)
+        return values.cpu().untyped_storage()
 
 
 def copied_tree(tree: Any, copy_storage: Callable[[UntypedStorage], UntypedStorage]) -> Any:

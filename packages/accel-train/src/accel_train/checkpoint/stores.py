@@ -86,7 +86,7 @@ def recover(target: RemotePath) -> None:
     except FileNotFoundError:
         return
     manifest = Manifest.from_text(text, marker)
-    _delete_files(target, _listed_files(target) - set(manifest.files))
+    _delete_files(target, layout.listed_files(target) - set(manifest.files))
     try:
         _for_each(lambda name: (source / name).copy_to(target / name), manifest.files)
     except FileNotFoundError:
@@ -96,14 +96,6 @@ def recover(target: RemotePath) -> None:
     (target / layout.MANIFEST_NAME).write_bytes(text)
     marker.unlink(missing_ok=True)
     source.remove_tree()
-
-
-def _listed_files(folder: RemotePath) -> set[str]:
-    """Return the files that the manifest in a folder lists; other files may be anybody's."""
-    try:
-        return set(Manifest.from_text((folder / layout.MANIFEST_NAME).read_bytes(), folder).files)
-    except (FileNotFoundError, CheckpointError):
-        return set()
 
 
 def _delete_files(folder: RemotePath, names: Iterable[str]) -> None:
