@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,48 @@ def test_the_page_of_versions_has_the_limits_of_the_packages() -> None:
     (floor,) = [line.removeprefix("torch>=") for line in state["dependencies"] if line.startswith("torch>=")]
     assert f"| {floor} and newer |" in page
     assert f"minor versions: {BY_NAME['cuda'].least_torch} to " in page
+
+
+def write_wheels(tree: Path, folder: Path) -> None:
+    """Write a wheel without modules for each package of a tree: its name, its version, and its siblings."""
+    for path in tree.glob("packages/*/pyproject.toml"):
+        project = tomllib.loads(path.read_text())["project"]
+        siblings = [line for line in project.get("dependencies", ()) if line.startswith("accel-")]
+        name, version = project["name"].replace("-", "_"), project["version"]
+        metadata = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {line}" for line in siblings)]
+        with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            info = f"{name}-{version}.dist-info"
+            wheel.writestr(f"{info}/METADATA", "\n".join(["Metadata-Version: 2.1", *metadata, ""]))
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.thorough
+def test_a_part_of_another_release_beside_the_metapackage_is_said_by_pip(tree: Path, tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    old = release.current_version(tree)
+    write_wheels(tree, wheels)
+    (tree / "CHANGELOG.md").write_text("# Changelog\n\n## 7.8.9, not released yet\n")
+    release.set_version(tree, "7.8.9", "2030-01-02")
+    write_wheels(tree, wheels)
+    venv.create(tmp_path / "venv", with_pip=True)
+
+    def pip(*requirements: str) -> tuple[int, str]:
+        command = [
+            tmp_path / "venv/bin/python",
+            "-m",
+            "pip",
+            "install",
+            "--no-index",
+            f"--find-links={wheels}",
+        ]
+        done = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = pip(f"accel-suite=={old}", "accel-bigmodel==7.8.9")
+    assert code == 1
+    assert f"accel-suite {old} depends on accel-bigmodel=={old}" in said
+    assert pip(f"accel-suite=={old}")[0] == 0
+    _, said = pip("accel-bigmodel==7.8.9")
+    assert f"accel-suite {old} requires accel-bigmodel=={old}, but you have accel-bigmodel 7.8.9" in said
