@@ -115,7 +115,7 @@ def test_two_groups_have_the_same_parameters_after_each_sync(kind):
 
 
 def test_shards_have_no_diloco_and_the_number_of_steps_is_checked():
-    with pytest.raises(SettingsError, match="expected a whole number of 1 or more"):
+    with pytest.raises(SettingsError, match="expected a whole number of at least 1"):
         ReplicaSyncKwargs(sync_every=0)
     with pytest.raises(UnsupportedError, match="torchft's DiLoCo cannot send"):
         replica_groups.ShardedReplicaStrategy(

@@ -122,8 +122,8 @@ def test_the_documented_fields_and_defaults_are_these_in_this_order(handler: typ
         (lambda: InitProcessGroupKwargs(timeout=90), "timeout=90.*timedelta"),  # type: ignore[arg-type]
         (lambda: InitProcessGroupKwargs(timeout=timedelta(0)), "timeout=.*positive"),
         (lambda: InitProcessGroupKwargs(backend=1), "backend=1.*text"),  # type: ignore[arg-type]
-        (lambda: GradientAccumulationPlugin(num_steps=0), "num_steps=0.*above 0"),
-        (lambda: GradientAccumulationPlugin(num_steps=True), "num_steps=True.*above 0"),
+        (lambda: GradientAccumulationPlugin(num_steps=0), "num_steps=0.*at least 1"),
+        (lambda: GradientAccumulationPlugin(num_steps=True), "num_steps=True.*at least 1"),
         (lambda: GradientAccumulationPlugin(sync_each_batch="no"), "sync_each_batch='no'"),  # type: ignore[arg-type]
         (lambda: DataLoaderConfiguration(dispatch_batches="yes"), "dispatch_batches='yes'"),  # type: ignore[arg-type]
         (

@@ -90,9 +90,9 @@ def test_sizes_come_from_the_environment():
         ({"tp_size": 2, "tp_handler": "fast"}, "expected a TorchTensorParallelConfig"),
         ({"cp_size": 2, "cp_backend": "ring"}, "cp_backend='ring'"),
         ({"ep_size": 0}, r"ep_size=0\): expected a whole number"),
-        ({"ep_size": 2}, r"ep_size=2\).*has 1 of them; choose a divisor of dp_shard_size"),
-        ({"dp_replicate_size": 2, "dp_shard_size": 3, "ep_size": 2}, "has 3 of them"),
-        ({"pp_size": 2, "dp_shard_size": 3, "ep_size": 2}, "has 3 of them"),
+        ({"ep_size": 2}, r"ep_size=2\).*has 1 ranks in one stage.*choose a divisor of dp_shard_size"),
+        ({"dp_replicate_size": 2, "dp_shard_size": 3, "ep_size": 2}, "has 3 ranks"),
+        ({"pp_size": 2, "dp_shard_size": 3, "ep_size": 2}, "has 3 ranks"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(fields: dict[str, Any], text: str):
@@ -236,7 +236,7 @@ def test_the_backend_of_sequence_parallelism_follows_the_engine_unless_it_is_cho
     config.use_torch_sequences()
     assert (config.sp_backend, config.sp_handler) == ("torch", None)
     assert ParallelismConfig(sp_size=2, sp_backend="torch").sp_handler is None
-    with pytest.raises(SettingsError, match=r"sp_backend='deepspeed'.*not in use.*--use_deepspeed"):
+    with pytest.raises(SettingsError, match=r"sp_backend='deepspeed'.*not in use.*deepspeed_plugin"):
         ParallelismConfig(sp_size=2, sp_backend="deepspeed").use_torch_sequences()
     options = DeepSpeedSequenceParallelConfig(sp_seq_length=8)
     ParallelismConfig(sp_size=2, sp_handler=options).use_torch_sequences()

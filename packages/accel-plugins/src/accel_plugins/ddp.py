@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ops.modules import without_compiler
-from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count
+from accel_plugins.kwargs import KwargsHandler, expect, expect_counts, expect_flags
 from accel_plugins.parallelism.config import check_axes
 from accel_plugins.strategy import Bundle, PrecisionPolicy, Strategy
 from accel_plugins.unsharded import move_to_device
@@ -75,17 +75,13 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         expect_flags(self)
-        expect(self, "dim", "an integer", lambda value: isinstance(value, int))
-        expect(self, "bucket_cap_mb", "a whole number above 0", lambda value: is_count(value, least=1))
+        expect(self, "dim", "an integer", isinstance(self.dim, int))
+        expect_counts(self, "bucket_cap_mb")
         for name, choices in (("comm_hook", _Hook), ("comm_wrapper", (_Hook.NO, _Hook.FP16, _Hook.BF16))):
             values = [choice.value for choice in choices]
-            expect(
-                self,
-                name,
-                f"one of {values}",
-                lambda value, values=values: getattr(value, "value", value) in values,
-            )
-            setattr(self, name, _Hook(getattr(self, name)))
+            hook = getattr(self, name)
+            expect(self, name, f"one of {values}", getattr(hook, "value", hook) in values)
+            setattr(self, name, _Hook(hook))
         if self.comm_state_option and not self.comm_hook.value.endswith("power_sgd"):
             _main_logger.warning_once(
                 f"DistributedDataParallelKwargs(comm_state_option={self.comm_state_option!r}) has no effect "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -35,14 +36,10 @@ class KwargsHandler:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields; dictionaries and lists are copied, other values are shared."""
+        values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {
-            name: dict(value)
-            if isinstance(value, Mapping)
-            else [*value]
-            if isinstance(value, list)
-            else value
-            for name, value in vars(self).items()
-            if not name.startswith("_")
+            name: copy.copy(value) if isinstance(value, dict | list) else value
+            for name, value in values.items()
         }
 
     def to_kwargs(self) -> dict[str, Any]:
@@ -51,11 +48,19 @@ class KwargsHandler:
         return {name: value for name, value in self.to_dict().items() if default[name] != value}
 
 
-def expect(owner: object, name: str, wanted: str, holds: Callable[[Any], bool]) -> None:
-    """Check that a condition on a field holds."""
-    value = getattr(owner, name)
-    if not holds(value):
+def expect(owner: object, name: str, wanted: str, holds: bool) -> None:
+    """Refuse the value of a field unless a condition on it holds."""
+    if not holds:
+        value = getattr(owner, name)
         raise SettingsError(f"{type(owner).__name__}({name}={value!r}): expected {wanted}.")
+
+
+def expect_counts(owner: object, *names: str, least: int = 1, optional: bool = False) -> None:
+    """Check that fields are integers of at least `least`, or `None` if that is `optional`."""
+    for name in names:
+        value = getattr(owner, name)
+        wanted = f"a whole number of at least {least}{', or None' if optional else ''}"
+        expect(owner, name, wanted, (optional and value is None) or is_count(value, least=least))
 
 
 def expect_flags(owner: Any, *optional: str) -> None:
@@ -128,8 +133,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        wanted = "a whole number above 0, or None"
-        expect(self, "num_steps", wanted, lambda value: value is None or is_count(value, least=1))
+        expect_counts(self, "num_steps", optional=True)
         expect_flags(self)
 
 
@@ -181,7 +185,7 @@ class DataLoaderConfiguration:
                 "DataLoaderConfiguration(already_sharded=False, shard_iterable_dataset=False): the two "
                 "contradict each other for iterable datasets. Remove one of them."
             )
-        expect(self, "data_seed", "an integer or None", lambda value: value is None or isinstance(value, int))
+        expect(self, "data_seed", "an integer or None", isinstance(self.data_seed, int | None))
 
 
 @dataclass
@@ -223,11 +227,10 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         for name in ("project_dir", "logging_dir"):
-            expect(self, name, "a path or None", lambda value: isinstance(value, str | os.PathLike | None))
+            expect(self, name, "a path or None", isinstance(getattr(self, name), str | os.PathLike | None))
         expect_flags(self)
-        wanted = "a whole number above 0, or None"
-        expect(self, "total_limit", wanted, lambda value: value is None or is_count(value, least=1))
-        expect(self, "iteration", "a whole number of at least 0", lambda value: is_count(value, least=0))
+        expect_counts(self, "total_limit", optional=True)
+        expect_counts(self, "iteration", least=0)
         if self.save_on_preemption and not self.automatic_checkpoint_naming:
             raise SettingsError(
                 "ProjectConfiguration(save_on_preemption=True) needs automatic_checkpoint_naming=True: "
@@ -276,13 +279,14 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         for name in ("backend", "init_method"):
-            expect(self, name, "a text or None", lambda value: value is None or isinstance(value, str))
+            expect(self, name, "a text or None", isinstance(getattr(self, name), str | None))
         self._has_timeout = self.timeout is not None
         if self.timeout is None:
             # PyTorch's defaults (torch.distributed.constants); nccl's is unset there in builds without nccl.
             self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
         wanted = "a positive time, such as datetime.timedelta(seconds=600)"
-        expect(self, "timeout", wanted, lambda value: isinstance(value, timedelta) and value > timedelta(0))
+        timeout: Any = self.timeout
+        expect(self, "timeout", wanted, isinstance(timeout, timedelta) and timeout > timedelta(0))
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields that were set, also a timeout that equals another backend's default."""
@@ -335,10 +339,10 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
     def __post_init__(self) -> None:
-        expect(self, "init_scale", "a number above 0", lambda value: value > 0)
-        expect(self, "growth_factor", "a number above 1", lambda value: value > 1)
-        expect(self, "backoff_factor", "a number between 0 and 1", lambda value: 0 < value < 1)
-        expect(self, "growth_interval", "a whole number above 0", lambda value: is_count(value, least=1))
+        expect(self, "init_scale", "a number above 0", self.init_scale > 0)
+        expect(self, "growth_factor", "a number above 1", self.growth_factor > 1)
+        expect(self, "backoff_factor", "a number between 0 and 1", 0 < self.backoff_factor < 1)
+        expect_counts(self, "growth_interval")
         expect_flags(self)
 
 
@@ -388,7 +392,7 @@ class TorchDynamoPlugin(KwargsHandler):
         names = {"fullgraph": "use_fullgraph", "dynamic": "use_dynamic"}
         resolve_fields(self, "dynamo", {**_COMPILE_DEFAULTS, "use_regional_compilation": False}, names)
         self.backend = _backend_of(cast("Any", self.backend))
-        expect(self, "mode", "a text", lambda value: isinstance(value, str))
+        expect(self, "mode", "a text", isinstance(self.mode, str))
         expect_flags(self, "dynamic")
 
     def to_dict(self) -> dict[str, Any]:
@@ -440,9 +444,7 @@ class TilingKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         resolve_fields(self, "training")
-        wanted = "a whole number of at least 1, or None"
-        for name in ("loss_chunk_size", "mlp_tile_size"):
-            expect(self, name, wanted, lambda value: value is None or is_count(value, least=1))
+        expect_counts(self, "loss_chunk_size", "mlp_tile_size", optional=True)
 
 
 @dataclass
@@ -467,9 +469,9 @@ class ReplicaSyncKwargs(KwargsHandler):
     outer_optimizer: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
-        expect(self, "sync_every", "a whole number of 1 or more", lambda value: is_count(value, least=1))
-        wanted = "a function of parameters, or None"
-        expect(self, "outer_optimizer", wanted, lambda value: value is None or callable(value))
+        expect_counts(self, "sync_every")
+        is_function = self.outer_optimizer is None or callable(self.outer_optimizer)
+        expect(self, "outer_optimizer", "a function of parameters, or None", is_function)
 
 
 @dataclass
@@ -511,7 +513,7 @@ class ProfileKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         expect_flags(self)
-        expect(self, "activities", "a list of names, or None", lambda value: not isinstance(value, str))
+        expect(self, "activities", "a list of names, or None", not isinstance(self.activities, str))
 
     def _get_profiler_activity(self, activity: ActivityName) -> ProfilerActivity:
         """Return torch's member for the name of an activity.
@@ -519,17 +521,12 @@ class ProfileKwargs(KwargsHandler):
         Raises:
             SettingsError: This build of torch does not record it.
         """
-        supported = torch.profiler.supported_activities()
-        members = {
-            label.lower(): member
-            for label, member in ProfilerActivity.__members__.items()
-            if member in supported
-        }
-        if activity not in members:
+        recorded = {member.name.lower(): member for member in torch.profiler.supported_activities()}
+        if activity not in recorded:
             raise SettingsError(
-                f"ProfileKwargs(activities=[{activity!r}]): this build of torch records {sorted(members)}."
+                f"ProfileKwargs(activities=[{activity!r}]): this build of torch records {sorted(recorded)}."
             )
-        return members[activity]
+        return recorded[activity]
 
     def build(self) -> torch.profiler.profile:
         """Build the profiler.
@@ -539,15 +536,13 @@ class ProfileKwargs(KwargsHandler):
         """
         names, schedule = self.activities, None
         if self.schedule_option is not None:
-            accepted = inspect.signature(torch.profiler.schedule)
             try:
-                accepted.bind(**self.schedule_option)
+                schedule = torch.profiler.schedule(**self.schedule_option)
             except TypeError as error:
                 raise SettingsError(
                     f"ProfileKwargs(schedule_option={self.schedule_option!r}): {error}; "
-                    f"torch.profiler.schedule{accepted} takes these."
+                    f"torch.profiler.schedule{inspect.signature(torch.profiler.schedule)} takes these."
                 ) from None
-            schedule = torch.profiler.schedule(**self.schedule_option)
         flags = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
         return torch.profiler.profile(
             activities=None if names is None else [*map(self._get_profiler_activity, names)],

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from accel_plugins.strategy import ForeignFiles, StrategyFactory, StrategySpec
 from accel_state.errors import SettingsError
-from accel_state.frozen import frozen
 from accel_state.lazy import Registry
 
 if TYPE_CHECKING:
@@ -23,27 +22,11 @@ ENTRY_POINT_GROUP = "accel.strategies"
 """A distribution adds a strategy with `[project.entry-points."accel.strategies"] name = "module:SPEC"`."""
 
 
-def _shards_models(settings: Settings, topology: Topology, device: torch.device) -> bool:
-    del device
-    sizes = settings.parallelism
-    if settings.fsdp is not None:
-        return True
-    if sizes is None:
-        return False
-    tensor = sizes.tp_size or 1
-    copies = tensor > 1 and topology.world_size > tensor  # FSDP averages gradients of tensor-parallel layers
-    axes = (sizes.dp_shard_size, sizes.cp_size, sizes.sp_size, sizes.ep_size)
-    return copies or any((size or 1) > 1 for size in axes)
-
-
 BUILT_IN: Mapping[str, StrategySpec] = {
     spec.name: spec
     for spec in (
         StrategySpec(
             name="torchft_fsdp2",
-            applies=lambda settings, topology, device: (
-                settings.replicas.groups > 1 and _shards_models(settings, topology, device)
-            ),
             build="accel_plugins.torchft.strategy:ShardedReplicaStrategy",
             sections={"replicas": None, "fsdp": {"fsdp_version": 2}, "parallelism": None},
             shards_gradients=True,
@@ -51,50 +34,37 @@ BUILT_IN: Mapping[str, StrategySpec] = {
         ),
         StrategySpec(
             name="torchft",
-            applies=lambda settings, *_: settings.replicas.groups > 1,
             build="accel_plugins.torchft.strategy:ReplicaStrategy",
             sections={"replicas": None},
         ),
         StrategySpec(
             name="xla_fsdp",
-            applies=lambda settings, _, device: (
-                settings.fsdp is not None and (bool(settings.fsdp.xla) or device.type == "xla")
-            ),
             build="accel_plugins.xla:SpmdStrategy",
             sections={"fsdp": {"xla": True, "xla_fsdp_v2": True}},
         ),
         StrategySpec(
             name="xla",
-            applies=lambda _, __, device: device.type == "xla",
             build="accel_plugins.xla:XlaStrategy",
         ),
         StrategySpec(
             name="deepspeed",
-            applies=lambda settings, *_: settings.deepspeed is not None,
             build="accel_plugins.deepspeed.strategy:DeepSpeedStrategy",
             files="accel_plugins.deepspeed.folder:FILES",
             sections={"deepspeed": {}, "parallelism": None},
         ),
         StrategySpec(
             name="megatron",
-            applies=lambda settings, *_: settings.megatron is not None,
             build="accel_plugins.megatron.strategy:MegatronStrategy",
             sections={"megatron": {}},
         ),
         StrategySpec(
             name="pipeline",
-            applies=lambda settings, *_: (
-                settings.parallelism is not None and (settings.parallelism.pp_size or 1) > 1
-            ),
             build="accel_plugins.pipeline.strategy:PipelineStrategy",
             sections={"fsdp": None, "parallelism": None},
             shards_gradients=True,
         ),
         StrategySpec(
             name="fsdp1",
-            applies=lambda settings, *_: (
-                settings.fsdp is not None and settings.fsdp.fsdp_version == 1 and settings.parallelism is None
-            ),
             build="accel_plugins.fsdp.fsdp1:Fsdp1Strategy",
             sections={"fsdp": {"fsdp_version": 1}},
             shards_gradients=True,
@@ -102,7 +72,6 @@ BUILT_IN: Mapping[str, StrategySpec] = {
         ),
         StrategySpec(
             name="fsdp2",
-            applies=_shards_models,
             build="accel_plugins.fsdp.fsdp2:Fsdp2Strategy",
             sections={"fsdp": {"fsdp_version": 2}, "parallelism": None},
             shards_gradients=True,
@@ -110,27 +79,22 @@ BUILT_IN: Mapping[str, StrategySpec] = {
         ),
         StrategySpec(
             name="tp",
-            applies=lambda settings, *_: (
-                settings.parallelism is not None and (settings.parallelism.tp_size or 1) > 1
-            ),
             build="accel_plugins.parallelism.tensor:TensorParallelStrategy",
             sections={"parallelism": None},
             shards_gradients=True,
         ),
         StrategySpec(
             name="ddp",
-            applies=lambda _, topology, __: topology.world_size > 1,
             build="accel_plugins.ddp:DdpStrategy",
         ),
         StrategySpec(
             name="single",
-            applies=lambda *_: True,
             build="accel_plugins.single:SingleStrategy",
             max_processes=1,
         ),
     )
 }
-"""The strategies that come with accel, in order: the first that applies is chosen."""
+"""The strategies that come with accel."""
 
 STRATEGIES = Registry(group=ENTRY_POINT_GROUP, kind=StrategySpec, noun="strategy", built_in=BUILT_IN)
 """All strategies, including those of installed distributions."""
@@ -157,12 +121,42 @@ def find_foreign(directory: AnyPath, name: str, index: int) -> tuple[AnyPath, Ca
     return None
 
 
+def _fitting(settings: Settings, topology: Topology, device: torch.device) -> str:
+    """Name the one of our strategies that settings ask for."""
+    fsdp, axes, world = settings.fsdp, settings.parallelism, topology.world_size
+    tensor = 1 if axes is None else axes.tp_size or 1
+    sharding = () if axes is None else (axes.dp_shard_size, axes.cp_size, axes.sp_size, axes.ep_size)
+    # FSDP averages the gradients of tensor-parallel layers.
+    shards = fsdp is not None or 1 < tensor < world or any((size or 1) > 1 for size in sharding)
+    asked = {
+        "torchft_fsdp2": settings.replicas.groups > 1 and shards,
+        "torchft": settings.replicas.groups > 1,
+        "xla_fsdp": fsdp is not None and (bool(fsdp.xla) or device.type == "xla"),
+        "xla": device.type == "xla",
+        "deepspeed": settings.deepspeed is not None,
+        "megatron": settings.megatron is not None,
+        "pipeline": axes is not None and (axes.pp_size or 1) > 1,
+        "fsdp1": fsdp is not None and fsdp.fsdp_version == 1 and axes is None,
+        "fsdp2": shards,
+        "tp": tensor > 1,
+        "ddp": world > 1,
+        "single": True,
+    }
+    return next(name for name, is_asked in asked.items() if is_asked)
+
+
 def choose(
     settings: Settings, topology: Topology, device: torch.device, specs: Mapping[str, StrategySpec] = BUILT_IN
 ) -> str:
-    """Name the strategy of a run, on all ranks alike: the selected one, else the first that applies."""
-    selected = settings.training.strategy
-    fitting = next(name for name, spec in specs.items() if spec.applies(settings, topology, device))
+    """Name the strategy of a run, on all ranks alike: the selected one, else the first that applies.
+
+    Strategies of installed distributions come before accel's own.
+    """
+    selected, fitting = settings.training.strategy, _fitting(settings, topology, device)
+    for name, spec in specs.items():
+        if spec.applies is not None and spec.applies(settings, topology, device):
+            fitting = name
+            break
     if selected is None or selected == fitting:
         return fitting
     for section in specs[fitting].sections:
@@ -188,40 +182,22 @@ def choose(
     return selected
 
 
-@frozen
-class Engine:
-    """A plugin that `Accelerator` accepts.
+ENGINES: Mapping[str, tuple[str | None, str]] = {
+    "deepspeed_plugin": ("deepspeed", "accel_plugins.deepspeed.plugin:DeepSpeedPlugin"),
+    "fsdp_plugin": ("fsdp", "accel_plugins.fsdp.plugin:FullyShardedDataParallelPlugin"),
+    "torch_tp_plugin": (None, "accel_plugins.parallelism.config:TorchTensorParallelPlugin"),
+    "parallelism_config": ("parallelism", "accel_plugins.parallelism.config:ParallelismConfig"),
+    "megatron_lm_plugin": ("megatron", "accel_plugins.megatron.plugin:MegatronLMPlugin"),
+}
+"""The plugins, by argument of `Accelerator`: the section of `Settings` that requests one, if any; the class.
 
-    Its class has a method `to_settings(settings)`, which returns settings with those fields of the plugin
-    that `choose` reads, and refuses contradictions.
-
-    Args:
-        section: The field of `Settings` that, if it is not `None`, requests a plugin created without
-            arguments.
-        several: Whether the argument may also be a dictionary of plugins by name.
-    """
-
-    argument: str
-    section: str | None
-    plugin: str
-    several: bool = False
-
-    def plugin_type(self) -> type[Any]:
-        """Import the plugin class."""
-        return cast("type[Any]", EntryPoint(self.argument, self.plugin, "accel.plugins").load())
+In this order, each changes the settings from which the strategy is chosen, by its method
+`to_settings(settings)`, which refuses contradictions.
+"""
 
 
-ENGINES: tuple[Engine, ...] = tuple(
-    Engine(argument=argument, section=section, plugin=plugin, several=section == "deepspeed")
-    for argument, section, plugin in (
-        ("deepspeed_plugin", "deepspeed", "accel_plugins.deepspeed.plugin:DeepSpeedPlugin"),
-        ("fsdp_plugin", "fsdp", "accel_plugins.fsdp.plugin:FullyShardedDataParallelPlugin"),
-        ("torch_tp_plugin", None, "accel_plugins.parallelism.config:TorchTensorParallelPlugin"),
-        ("parallelism_config", "parallelism", "accel_plugins.parallelism.config:ParallelismConfig"),
-        ("megatron_lm_plugin", "megatron", "accel_plugins.megatron.plugin:MegatronLMPlugin"),
-    )
-)
-"""All plugins. In this order, each changes the settings from which the strategy is chosen."""
+def _plugin_type(argument: str) -> type[Any]:
+    return cast("type[Any]", EntryPoint(argument, ENGINES[argument][1], "accel.plugins").load())
 
 
 def find_plugins(
@@ -240,29 +216,24 @@ def find_plugins(
             `None` for sections that do not.
 
     Returns:
-        Plugins by argument, or by argument and name if there may be `several`; in the order of `ENGINES`.
+        Plugins by argument, in the order of `ENGINES`; those of DeepSpeed may be a dictionary of several.
     """
     plugins: dict[str, Any] = {}
-    for engine in ENGINES:
-        value = requested.get(engine.argument)
+    for argument, (section, _) in ENGINES.items():
+        value = requested.get(argument)
         if value is None:
-            value = known.get(engine.argument)
-        if value is None and engine.section is not None:
-            arguments = (needed or {}).get(engine.section)
-            if getattr(settings, engine.section) is not None:
-                value = engine.plugin_type()()
-            elif arguments is not None:
-                value = engine.plugin_type()(**arguments)
+            value = known.get(argument)
+        if value is None and section is not None:
+            options = {} if getattr(settings, section) is not None else (needed or {}).get(section)
+            value = None if options is None else _plugin_type(argument)(**options)
         if value is None:
             continue
-        kind, is_several = engine.plugin_type(), engine.several and isinstance(value, dict)
-        values: list[Any] = [*value.values()] if is_several else [value]
-        if not values or any(not isinstance(plugin, kind) for plugin in values):
-            more = f", or a dictionary of several by name, {kind.__name__}s" if engine.several else ""
-            raise SettingsError(
-                f"Accelerator({engine.argument}={value!r}): expected a {kind.__name__}{more}."
-            )
-        plugins[engine.argument] = value
+        kind, several = _plugin_type(argument), argument == "deepspeed_plugin"
+        values: list[Any] = [*value.values()] if several and isinstance(value, dict) else [value]
+        if not values or not all(isinstance(plugin, kind) for plugin in values):
+            more = f", or a dictionary of several by name, {kind.__name__}s" if several else ""
+            raise SettingsError(f"Accelerator({argument}={value!r}): expected a {kind.__name__}{more}.")
+        plugins[argument] = value
     return plugins
 
 
@@ -276,6 +247,4 @@ def with_plugin_fields(settings: Settings, plugins: Mapping[str, Any]) -> Settin
 
 def as_handlers(plugins: Mapping[str, Any]) -> dict[type, Any]:
     """Key plugins by type, as `build` of a strategy receives them; several of one type stay a dictionary."""
-    return {
-        engine.plugin_type(): plugins[engine.argument] for engine in ENGINES if engine.argument in plugins
-    }
+    return {_plugin_type(argument): plugin for argument, plugin in plugins.items()}

@@ -104,9 +104,9 @@ class StrategySpec:
 
     Args:
         name: The name under which it is registered.
-        applies: Whether a run uses it: called with the settings, the topology and the device; a pure
-            function, with the same result on every rank.
         build: The class of the strategy, or its `"module:class"`.
+        applies: Whether a run uses it without selecting it: called with the settings, the topology and the
+            device; a pure function, with the same result on every rank. `None`: only if it is selected.
         sections: The sections of `Settings` that it reads, each of which a plugin fills (`"deepspeed"`,
             `"fsdp"`, `"megatron"`, `"parallelism"`); with the arguments of the plugin that is created if the
             strategy is selected without one, or `None` if it needs none. A strategy cannot be selected
@@ -120,14 +120,14 @@ class StrategySpec:
             strategy can load.
 
     Example:
-        >>> spec = StrategySpec(name="mine", applies=lambda *_: False, build="my_package:Mine")
+        >>> spec = StrategySpec(name="mine", build="my_package:Mine")
         >>> spec.shards_gradients
         False
     """
 
     name: str
-    applies: Callable[[Settings, Topology, torch.device], bool]
     build: StrategyFactory | str
+    applies: Callable[[Settings, Topology, torch.device], bool] | None = None
     sections: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict[str, Any])
     max_processes: int | None = None
     shards_gradients: bool = False

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accel_ops.tree import is_dtensor
 from accel_plugins import fp8
-from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count, resolve_fields
+from accel_plugins.kwargs import KwargsHandler, expect, expect_counts, expect_flags, resolve_fields
 from accel_state.deprecation import deprecated
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
@@ -59,18 +59,16 @@ TE_RECIPES = ("delayed", "current", "mxfp8", "nvfp4")
 """Names that `TERecipeKwargs(recipe=…)` accepts."""
 
 
-def is_ao_config(value: object, *, optional: bool = False) -> bool:
-    """Return whether a value is a configuration of torchao's FP8 training, or `None` if that is `optional`.
+def is_ao_config(value: object) -> bool:
+    """Return whether a value is a configuration of torchao's FP8 training, which is slow to import.
 
     Example:
-        >>> is_ao_config({"pad_inner_dim": True}), is_ao_config(None, optional=True)
-        (False, True)
+        >>> is_ao_config({"pad_inner_dim": True})
+        False
     """
-    # Classes are compared by name, since torchao is an extra and slow to import.
     names = {"Float8LinearConfig", "MXFP8TrainingOpConfig"}
-    kinds = ((kind.__name__, kind.__module__.partition(".")[0]) for kind in type(value).__mro__)
-    return (optional and value is None) or any(
-        name in names and package == "torchao" for name, package in kinds
+    return any(
+        kind.__name__ in names and kind.__module__.startswith("torchao.") for kind in type(value).__mro__
     )
 
 
@@ -114,20 +112,10 @@ class AORecipeKwargs(KwargsHandler):
         expect_flags(self, *flags)
         if isinstance(self.config, Enum):
             self.config = self.config.value
-        expect(
-            self,
-            "config",
-            f"a Float8LinearConfig of torchao, or one of {[*AO_RECIPES]}",
-            lambda value: (
-                value in AO_RECIPES if isinstance(value, str) else is_ao_config(value, optional=True)
-            ),
-        )
-        expect(
-            self,
-            "module_filter_func",
-            "a function of a module and its name",
-            lambda value: value is None or callable(value),
-        )
+        known = self.config is None or self.config in AO_RECIPES or is_ao_config(self.config)
+        expect(self, "config", f"a Float8LinearConfig of torchao, or one of {[*AO_RECIPES]}", known)
+        is_function = self.module_filter_func is None or callable(self.module_filter_func)
+        expect(self, "module_filter_func", "a function of a module and its name", is_function)
         tensorwise = self.config is None or self.config == "tensorwise"
         if self.enable_fsdp_float8_all_gather and isinstance(self.config, str) and not tensorwise:
             raise SettingsError(
@@ -212,9 +200,8 @@ class TERecipeKwargs(KwargsHandler):
         blocks = self.use_mxfp8_block_scaling
         resolve_fields(self, "fp8", self.DEFAULTS)
         expect_flags(self)
-        expect(self, "margin", "a whole number of at least 0", lambda value: is_count(value, least=0))
-        for name in ("interval", "amax_history_len"):
-            expect(self, name, "a whole number above 0", lambda value: is_count(value, least=1))
+        expect_counts(self, "margin", least=0)
+        expect_counts(self, "interval", "amax_history_len")
         # Checked below.
         self.fp8_format = str(self.fp8_format).upper()  # pyright: ignore[reportAttributeAccessIssue]
         self.amax_compute_algo = str(self.amax_compute_algo).lower()  # pyright: ignore[reportAttributeAccessIssue]
@@ -223,13 +210,10 @@ class TERecipeKwargs(KwargsHandler):
             "amax_compute_algo": ("max", "most_recent"),
             "recipe": (None, *TE_RECIPES),
         }.items():
-            expect(self, name, f"one of {[*wanted]}", lambda value, wanted=wanted: value in wanted)
-        expect(
-            self,
-            "override_linear_precision",
-            "three of True and False",
-            lambda value: len(value) == 3 and all(isinstance(flag, bool) for flag in value),
-        )
+            expect(self, name, f"one of {[*wanted]}", getattr(self, name) in wanted)
+        precision: Any = self.override_linear_precision
+        is_valid = len(precision) == 3 and all(isinstance(flag, bool) for flag in precision)
+        expect(self, "override_linear_precision", "three of True and False", is_valid)
         if blocks is not None and self.recipe not in {None, "mxfp8" if blocks else self.recipe}:
             raise SettingsError(
                 f"{type(self).__name__}(use_mxfp8_block_scaling={blocks!r}, recipe={self.recipe!r}): "
@@ -258,7 +242,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         resolve_fields(self, "fp8", {"opt_level": "O2"})
-        expect(self, "opt_level", "'O1' or 'O2'", lambda value: value in {"O1", "O2"})
+        expect(self, "opt_level", "'O1' or 'O2'", self.opt_level in {"O1", "O2"})
 
 
 @deprecated(
@@ -285,7 +269,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         only_msamp = is_installed("msamp") and not is_installed("transformer_engine")
         resolve_fields(self, "fp8", {"backend": "MSAMP" if only_msamp else "TE"})
         self.backend = str(self.backend).upper()  # pyright: ignore[reportAttributeAccessIssue] - checked next
-        expect(self, "backend", "'TE' or 'MSAMP'", lambda value: value in {"TE", "MSAMP"})
+        expect(self, "backend", "'TE' or 'MSAMP'", self.backend in {"TE", "MSAMP"})
 
 
 FP8_HANDLERS = (FP8RecipeKwargs, AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh as torch_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_plugins.kwargs import expect, expect_flags, is_count, resolve_fields
+from accel_plugins.kwargs import expect, expect_counts, expect_flags, resolve_fields
 from accel_plugins.strategy import BatchSharding
 from accel_state import process_group
 from accel_state.collectives import group_timeout, set_group_timeout
@@ -41,41 +41,34 @@ _LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble")
 logger = logging.getLogger(__name__)
 
 
-def _one_of(*names: str) -> tuple[str, Callable[[Any], bool]]:
-    return f"one of {[*names]}", lambda value: value in names
-
-
-_SIZE = ("a whole number of at least 1", lambda value: is_count(value, least=1))
-_COUNT = ("a whole number of at least 1, or None", lambda value: value is None or is_count(value, least=1))
-_SCHEDULES = _one_of(*_STAGES_PER_RANK)
-_FIELDS: Mapping[str, tuple[Any, str, Callable[[Any], bool]]] = {
-    **{f"{axis}_size": (1, *_SIZE) for axis in (*AXES, "ep")},
-    "cp_backend": ("torch", *_one_of("torch")),
-    "sp_backend": (
-        None,
-        "one of ['deepspeed', 'torch']",
-        lambda value: value in {None, "deepspeed", "torch"},
-    ),
-    "cp_comm_strategy": ("allgather", *_one_of("allgather", "alltoall")),
-    "sp_seq_length": (None, *_COUNT),
-    # Eager attention would need the mask of full sequences.
-    "sp_attn_implementation": ("sdpa", *_one_of("sdpa", "flash_attention_2", "flash_attention_3")),
-    "pp_schedule": ("1F1B", "a text", lambda value: isinstance(value, str)),
-    "pp_num_microbatches": (None, *_COUNT),
-    "pp_stages_per_rank": (None, *_COUNT),
+_DEFAULTS: Mapping[str, Any] = {
+    **{f"{axis}_size": 1 for axis in (*AXES, "ep")},
+    "cp_backend": "torch",
+    "cp_comm_strategy": "allgather",
+    "sp_attn_implementation": "sdpa",
+    "pp_schedule": "1F1B",
 }
-"""Default of each field, what is expected, and whether a value is that."""
+_CHOICES: Mapping[str, tuple[str | None, ...]] = {
+    "cp_backend": ("torch",),
+    "sp_backend": (None, "deepspeed", "torch"),
+    "cp_comm_strategy": ("allgather", "alltoall"),
+    # Eager attention would need the mask of full sequences.
+    "sp_attn_implementation": ("sdpa", "flash_attention_2", "flash_attention_3"),
+}
+_OPTIONAL_COUNTS = ("sp_seq_length", "pp_num_microbatches", "pp_stages_per_rank")
 
 
 def _resolve(options: Any) -> None:
     """Fill fields that are `None` from the environment, else with their defaults, and check them."""
     names = [option.name for option in fields(options)]
-    resolve_fields(options, "parallelism", {name: _FIELDS[name][0] for name in names if name in _FIELDS})
+    resolve_fields(options, "parallelism", _DEFAULTS)
     expect_flags(options, *names)
     for name in names:
-        if name in _FIELDS:
-            _, wanted, holds = _FIELDS[name]
-            expect(options, name, wanted, holds)
+        if name.endswith("_size") or name in _OPTIONAL_COUNTS:
+            expect_counts(options, name, optional=name in _OPTIONAL_COUNTS)
+        elif name in _CHOICES:
+            choices = _CHOICES[name]
+            expect(options, name, f"one of {[*filter(None, choices)]}", getattr(options, name) in choices)
 
 
 @dataclass
@@ -176,7 +169,7 @@ class TorchTensorParallelPlugin:
                     "mesh needs an axis named 'tp', which has the size. Leave tp_size out."
                 )
             self.tp_size = size
-        expect(self, "tp_size", "a whole number of at least 2", lambda value: is_count(value, least=2))
+        expect_counts(self, "tp_size", least=2)
 
     def to_settings(self, settings: Settings) -> Settings:
         """Return the settings with the tensor-parallel size."""
@@ -219,10 +212,10 @@ class TorchPipelineParallelConfig:
 
     def __post_init__(self) -> None:
         _resolve(self)
-        known = {name.lower(): name for name in _STAGES_PER_RANK}
-        self.pp_schedule = known.get(str(self.pp_schedule).lower(), self.pp_schedule)
-        expect(self, "pp_schedule", *_SCHEDULES)
-        expected = _STAGES_PER_RANK[str(self.pp_schedule)]
+        wanted = str(self.pp_schedule).lower()
+        schedule = next((name for name in _STAGES_PER_RANK if name.lower() == wanted), None)
+        expect(self, "pp_schedule", f"one of {[*_STAGES_PER_RANK]}", schedule is not None)
+        self.pp_schedule, expected = schedule, _STAGES_PER_RANK[str(schedule)]
         if self.pp_stages_per_rank is None:
             self.pp_stages_per_rank = expected
         elif self.pp_stages_per_rank != expected and self.pp_schedule not in _LOOPED:
@@ -313,9 +306,8 @@ class ParallelismConfig:
         inside = self.total_size // self.sizes["dp_replicate"] // self.sizes["pp"]
         if inside % (self.ep_size or 1):
             raise SettingsError(
-                f"ParallelismConfig(ep_size={self.ep_size!r}): the experts are sharded over ranks of one "
-                f"stage of a replica, and {self!r} has {inside} of them; choose a divisor of dp_shard_size x "
-                "cp_size x sp_size x tp_size."
+                f"ParallelismConfig(ep_size={self.ep_size!r}): {self!r} has {inside} ranks in one stage of a "
+                "replica; choose a divisor of dp_shard_size x cp_size x sp_size x tp_size."
             )
 
     def __repr__(self) -> str:
@@ -430,10 +422,9 @@ class ParallelismConfig:
         Raises:
             RuntimeError: Torch cannot build it, as for more ranks than the world size.
         """
-        axes_and_sizes = self._get_mesh()
-        if not axes_and_sizes:
+        names, sizes = self._get_mesh() or ((), ())
+        if not names:
             return None
-        names, sizes = axes_and_sizes
         mesh = mesh_of(device_type, dict(zip(names, sizes, strict=True)))
         for flat_name, axes in (
             ("dp", self.dp_dim_names),
@@ -474,8 +465,7 @@ class ParallelismConfig:
         if self._chosen_backend == "deepspeed":
             raise SettingsError(
                 f"ParallelismConfig(sp_size={self.sp_size}, sp_backend='deepspeed'): DeepSpeed is not in "
-                "use. Remove sp_backend for sequence parallelism with FSDP2. Or pass a deepspeed_plugin to "
-                "Accelerator, or start the script with `accel launch --use_deepspeed`."
+                "use. Pass a deepspeed_plugin to Accelerator, or remove sp_backend to use FSDP2."
             )
         if self.sp_handler not in (None, DeepSpeedSequenceParallelConfig()):
             logger.warning(
@@ -492,18 +482,15 @@ class ParallelismConfig:
             SettingsError: It is not.
         """
         if self.total_size != world_size:
-            product = (
-                " x ".join(f"{axis}_size={size}" for axis, size in self.sizes.items() if size > 1) or "1"
-            )
+            sizes = [f"{axis}_size={size}" for axis, size in self.sizes.items() if size > 1]
             raise SettingsError(
-                f"ParallelismConfig: {product} makes {self.total_size} processes, but the world size is "
-                f"{world_size}; launch {self.total_size} processes, or change the sizes."
+                f"ParallelismConfig: {' x '.join(sizes) or 1} makes {self.total_size} processes, but the "
+                f"world size is {world_size}; launch {self.total_size} processes, or change the sizes."
             )
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields but the mesh, as plain data."""
-        values = {option.name: getattr(self, option.name) for option in fields(self)}
-        del values["device_mesh"]
+        values = {option.name: getattr(self, option.name) for option in fields(self) if option.init}
         return {
             name: vars(value).copy() if name.endswith("_handler") and value else value
             for name, value in values.items()
@@ -526,9 +513,8 @@ class ParallelismConfig:
         # `fully_shard` needs a shard axis, even of size 1, beside the replicate axis and for a stage.
         is_fully_sharded = self._is_fully_sharded or self.dp_replicate_enabled or self.ep_enabled
         is_part = self.pp_enabled or (self.tp_enabled and is_fully_sharded)
-        lone = is_part and not self.dp_shard_cp_dim_names
-        in_mesh = {*self.active_mesh_dims, *(["dp_shard"] if lone else [])}
-        sizes = {axis: size for axis, size in self.sizes.items() if axis in in_mesh}
+        lone = "dp_shard" if is_part and not self.dp_shard_cp_dim_names else None
+        sizes = {axis: size for axis, size in self.sizes.items() if size > 1 or axis == lone}
         return (tuple(sizes), tuple(sizes.values())) if sizes else ()
 
     def _set_size(self, parallelism: str, size: int) -> None:
@@ -623,23 +609,20 @@ class Axes:
         return self.mesh["pp"] if self.config.pp_enabled else None
 
     @property
-    def data(self) -> DeviceMesh | None:
-        """Mesh of data parallelism with one axis, if any."""
-        axes: Any = tuple(self.config.dp_dim_names)
-        return (
-            None if not axes else self.mesh[axes] if len(axes) == 1 else flatten_mesh(self.mesh[axes], "dp")
-        )
-
-    @property
     def losses(self) -> DeviceMesh | None:
         """Flat mesh of the ranks over which the losses of models are averaged, if any.
 
         It spans data and sequence parallelism; under context parallelism, scripts average losses.
         """
-        axes: Any = (*self.config.dp_dim_names, *(["sp"] if self.config.sp_enabled else []))
-        if not self.config.sp_enabled or len(axes) == 1:
-            return self.sequence or self.data
-        return flatten_mesh(self.mesh[axes], "dp_sp")
+        data = self.config.dp_dim_names
+        if self.config.sp_enabled:
+            return self._flat([*data, "sp"], "dp_sp")
+        return self._flat(data, "dp") if data else None
+
+    def _flat(self, axes: Sequence[str], name: str) -> DeviceMesh:
+        """Return the mesh of some axes; of several, flattened to one with the given name."""
+        mesh = self.mesh[tuple(axes)]
+        return mesh if len(axes) == 1 else flatten_mesh(mesh, name)
 
     @property
     def context(self) -> DeviceMesh | None:
@@ -667,18 +650,14 @@ class Axes:
     def fully_sharded(self, runtime: Runtime) -> DeviceMesh:
         """Return the mesh of FSDP2: a shard axis, after a replicate axis if there are replicas."""
         names: Any = self.mesh.mesh_dim_names
-        shards = self.config._shard_axes(names)
-        shards += [name for name in names if name == "sp"]
+        shards = self.config._shard_axes(names) + [name for name in names if name == "sp"]
+        replicas = self.config.sizes["dp_replicate"]
         if not shards:  # replicas only: each is one shard
-            replicas = self.config.sizes["dp_replicate"]
             return mesh_of(runtime.device.type, {"dp_replicate": replicas, "dp_shard": 1})
-        if len(shards) == 1:
-            wanted = ["dp_replicate", *shards] if self.config.dp_replicate_enabled else shards
-            return self.mesh[tuple(wanted)]
-        flat = flatten_mesh(self.mesh[tuple(shards)], "_".join(shards))
-        if not self.config.dp_replicate_enabled:
-            return flat
-        return DeviceMesh._concatenate([self.mesh["dp_replicate"], flat])
+        if len(shards) == 1 and replicas > 1:
+            return self.mesh[("dp_replicate", *shards)]
+        flat = self._flat(shards, "_".join(shards))
+        return flat if replicas == 1 else DeviceMesh._concatenate([self.mesh["dp_replicate"], flat])
 
 
 def axes_of(

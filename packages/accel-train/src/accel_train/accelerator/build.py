@@ -131,7 +131,7 @@ class Parts:
 
 def merge_plugins(deepspeed_plugins: Any, plugins: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plugins by argument name, with DeepSpeed's two arguments merged into one."""
-    merged = {engine.argument: plugins[engine.argument] for engine in ENGINES}
+    merged = {argument: plugins[argument] for argument in ENGINES}
     if deepspeed_plugins is None:
         return merged
     if merged["deepspeed_plugin"] is not None:
