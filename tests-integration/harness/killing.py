@@ -7,17 +7,20 @@ import inspect
 import os
 import pickle
 import signal
+import time
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.pool import Job, Nursery, bodies
+from harness.pool import GRACE, Job, Nursery, Pool, bodies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from harness.pool import Rank
+
 CHANGES = frozenset({"open", "write", "fsync", "mkdir", "replace"})
-TIMEOUT = 120.0  # seconds after which a victim that lives is said to hang
+TIMEOUT = 120.0  # seconds after which a rank that has not answered is said to hang
 
 
 def mortal(body: Callable[..., None]) -> Callable[..., None]:
@@ -78,25 +81,32 @@ class Crowd:
                 fixtures: Mapping[str, Any] = arguments if index == victim else {**arguments, "moment": None}
                 job = Job(body.__module__, str(Path(file).resolve()), body.__qualname__, dict(fixtures))
                 rank.link.send_bytes(pickle.dumps(job))
-            return self._all_end([rank.link for rank in ranks], victim)
+            return self._all_end(ranks, victim)
         finally:
             for rank in ranks:  # as a launcher does once one has died
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGKILL)
                 rank.link.close()
 
-    def _all_end(self, links: list[Any], victim: int | None) -> bool:
+    def _all_end(self, ranks: list[Rank], victim: int | None) -> bool:
         """Wait until all have answered, or the victim is dead, whatever the others say then."""
-        answers = {index: None for index in range(len(links)) if index != victim}
-        if victim is not None and not wait([links[victim]], TIMEOUT):
-            raise AssertionError("the victim hangs")
-        if victim is not None:
-            answers = {victim: None, **answers}
-        for index in answers:
-            try:
-                answer = pickle.loads(links[index].recv_bytes())
-            except (EOFError, OSError):
-                assert index == victim
-                return False
-            assert answer.error is None, answer.error
+        waiting: dict[Any, int] = {rank.link: index for index, rank in enumerate(ranks)}
+        problems: list[str] = []
+        deadline = time.monotonic() + TIMEOUT
+        while waiting and (ready := wait([*waiting], max(0.0, deadline - time.monotonic()))):
+            for link in ready:
+                index = waiting.pop(link)
+                try:
+                    error = pickle.loads(link.recv_bytes()).error  # pyright: ignore[reportAttributeAccessIssue]
+                except (EOFError, OSError):
+                    if index == victim:
+                        return False
+                    error = "it died"
+                if error is not None:  # perhaps since the victim has died, which shows at once
+                    problems.append(f"--- rank {index}\n{error}")
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if waiting:
+            stacks = Pool(self._nursery, ranks).stacks([*waiting.values()])
+            problems.append(f"--- no answer from ranks {[*waiting.values()]}; their threads:\n{stacks}")
+        assert not problems, "\n".join(problems)
         return True

@@ -184,7 +184,7 @@ class Pool:
         if stories or silent:
             lines = [f"--- rank {index} of {len(self.ranks)}\n{stories[index]}" for index in sorted(stories)]
             if silent:
-                lines.append(f"--- no answer from ranks {silent}; their threads:\n{self._stacks(silent)}")
+                lines.append(f"--- no answer from ranks {silent}; their threads:\n{self.stacks(silent)}")
             output = self.nursery.log.read_bytes()[written:].decode(errors="replace")
             if output.strip():
                 lines.append(f"--- output of the ranks\n{output[-LOG_TAIL:]}")
@@ -220,7 +220,7 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + GRACE)
         return answers
 
-    def _stacks(self, silent: list[int]) -> str:
+    def stacks(self, silent: list[int]) -> str:
         """What silent ranks do: each, with its data workers, writes stacks when it gets SIGUSR1."""
         for index in silent:
             with contextlib.suppress(psutil.NoSuchProcess):

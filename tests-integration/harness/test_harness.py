@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from harness import distributed
+from harness.killing import Crowd, mortal
+from harness.pool import shared_nursery
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,6 +141,24 @@ def test_a_hang_names_the_silent_ranks_and_what_they_do() -> None:
 def test_a_rank_that_waits_for_a_failed_one_does_not_hide_the_failure() -> None:
     story = _failure(_waits_for_a_rank_that_failed)
     assert "ValueError: no more" in story
+
+
+@mortal
+def _waits_for_a_rank_that_fails(moment: None) -> None:
+    del moment
+    if dist.get_rank() == 1:
+        raise ValueError("no more")
+    dist.all_reduce(torch.ones(()))
+
+
+def test_a_victim_that_waits_for_a_failed_rank_does_not_hide_the_failure() -> None:
+    with pytest.raises(AssertionError) as raised:
+        Crowd(shared_nursery(), 2).run(_waits_for_a_rank_that_fails, victim=0, moment=None)
+    story = str(raised.value)
+    assert "--- rank 1\n" in story
+    assert "ValueError: no more" in story
+    assert "no answer from ranks [0]" in story
+    assert "in _waits_for_a_rank_that_fails" in story
 
 
 def test_a_rank_that_dies_is_reported() -> None:
