@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 
 
 def make_all_gather(runtime: Runtime, channel: str, *, in_main_thread: bool) -> Agreement:
-    """Return the all-gather of a run's ranks.
-
-    Args:
-        runtime: The runtime of this process.
-        channel: Separates the exchanges of different threads.
-        in_main_thread: As for `StoreAllGather`.
-    """
+    """Return the all-gather of a run's ranks, with the arguments of `StoreAllGather`."""
     topology = runtime.topology
     if topology.world_size == 1:
         return SingleProcess()
@@ -139,9 +133,8 @@ class StoreAllGather:
             raise
         except RuntimeError as error:  # older torch has no type for errors of a store
             raise DistributedOperationException(
-                f"{operation}: the store of the process group cannot be reached: rank 0, which hosts "
-                "it, has exited or failed"
-                f" ({str(error).splitlines()[0]})."
+                f"{operation}: the store of the process group cannot be reached: rank 0, which hosts it, "
+                f"has exited or failed ({str(error).splitlines()[0]})."
             ) from error
         return values
 
@@ -202,12 +195,10 @@ class StoreAllGather:
         """
         monitor, in_main_thread = self._monitor(), self._in_main_thread and not leaves
         pause = timedelta(seconds=max(POLL_S, self.world_size / RANKS_PER_S))
-        seen: dict[int, tuple[object, float, int, float]] = {}
+        seen: dict[tuple[int, str], tuple[object, float]] = {}
         with hang_monitor.collective_scope(operation) if in_main_thread else nullcontext():
             while not self._store.check(keys):
-                with suppress(
-                    RuntimeError
-                ):  # the time is over; or the store is gone, as the next request says
+                with suppress(RuntimeError):  # time is over; or the store is gone, as the next request says
                     self._store.wait(keys, pause)
                     return
                 if monitor is None:
@@ -223,28 +214,31 @@ class StoreAllGather:
         operation: str,
         monitor: HangMonitor,
         missing: Sequence[int],
-        seen: dict[int, tuple[object, float, int, float]],
+        seen: dict[tuple[int, str], tuple[object, float]],
         may_be_alone: bool,
         in_main_thread: bool,
     ) -> None:
         """Look for ranks that have ended or died in the last statuses of those that are missing."""
         now = time.monotonic()
         reasons = dict.fromkeys(missing, "")
+
+        def lasted(rank: int, what: str, value: object) -> float:
+            if seen.get((rank, what), (None,))[0] != value:
+                seen[rank, what] = value, now
+            return now - seen[rank, what][1]
+
         for rank, status in monitor.statuses(missing).items():
             if status is None:
                 continue
             # Statuses may be late: it must be in another collective, which needs this rank, for a while.
             passed = status.collective >= monitor.count and (status.inside or monitor.asynchronous)
-            location = (status.collective, status.location) if passed else None
-            before, since, heartbeat, beat_at = seen.get(rank, (None, now, -1, now))
-            since = since if location is not None and location == before else now
-            beat_at = beat_at if status.heartbeat == heartbeat else now
-            seen[rank] = (location, since, status.heartbeat, beat_at)
+            stuck = lasted(rank, "location", (status.collective, status.location) if passed else "")
+            silent = lasted(rank, "heartbeat", status.heartbeat)
             if in_main_thread and status.exited:
                 reasons[rank] = _ENDED
-            elif may_be_alone and location is not None and now - since >= (not self._was_alone) * STUCK_S:
+            elif may_be_alone and passed and stuck >= (not self._was_alone) * STUCK_S:
                 reasons[rank] = _ELSEWHERE
-            elif now - beat_at >= SILENT_S:
+            elif silent >= SILENT_S:
                 reasons[rank] = _DEAD
         if _ENDED in reasons.values():
             monitor.read_diagnosis()  # a rank that ends because a collective has failed says so before

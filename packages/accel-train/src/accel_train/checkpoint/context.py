@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from accel_ops.modules import extract_model_from_parallel
+from accel_plugins import sharding
 from accel_state.errors import CheckpointError, SettingsError
 from accel_state.files import any_path
 from accel_state.remote import AnyPath
@@ -21,6 +22,7 @@ from accel_train import checkpoint
 if TYPE_CHECKING:
     from accel_plugins.fp8.recipe import Recipe
     from accel_plugins.kwargs import ProjectConfiguration
+    from accel_plugins.sharding.state import StateForm
     from accel_plugins.strategy import PrecisionPolicy, Strategy
     from accel_train.accelerator.build import PreparedObjects
     from accel_train.checkpoint.agreement import Agreement
@@ -80,6 +82,12 @@ class CheckpointContext:
     def commits(self) -> bool:
         """Whether this rank is the committer."""
         return self.rank == self.committer
+
+    @property
+    def form(self) -> StateForm:
+        """The form in which models and optimizers are saved."""
+        states = self.strategy.states
+        return states.form() if states.is_sharded else sharding.state.StateForm.FULL
 
     @property
     def bare_models(self) -> list[nn.Module]:

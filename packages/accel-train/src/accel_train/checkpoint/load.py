@@ -11,7 +11,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from accel_ops.weights.layout import MODEL_NAME, SAFETENSORS_SUFFIX
 from accel_ops.weights.mapped import releasable
 from accel_ops.weights.read import is_mappable
 from accel_ops.weights.safetensors_io import SafetensorsFile
-from accel_ops.weights.tensors import tensor_memory
+from accel_ops.weights.tensors import get_non_persistent_buffers, tensor_memory
 from accel_plugins import sharding
 from accel_plugins.registry import find_foreign
 from accel_plugins.sharding.state import (
@@ -57,7 +57,6 @@ from accel_train.checkpoint.save import (
     TORCH_KEY,
     accelerator_in_use,
     device_key,
-    form_of_run,
 )
 from accel_train.checkpoint.staging import location_of, read_object
 
@@ -86,10 +85,10 @@ def load(
             "load_state() needs an input_dir, unless the Accelerator has a "
             "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
         )
-    requested = None if input_dir is None else any_path(input_dir, "load_state(input_dir)")
-    # 1. Find the newest complete checkpoint, and read it.
     to_model = dict(model_options)
     location = location_of(to_model.pop("map_location", None), run.runtime.device)
+    # 1. Find the newest complete checkpoint, and read it.
+    requested = None if input_dir is None else any_path(input_dir, "load_state(input_dir)")
     candidates = _find(run, requested, WHAT)
     if not candidates:
         raise CheckpointError(
@@ -107,10 +106,13 @@ def load(
         options=options,
     )
     with run.raising_everywhere(WHAT), _of_one_state(source):
-        _read(run, source)
+        models, optimizers = _read(run, source)
     # 2. Restore the objects of this rank.
     with run.raising_everywhere(WHAT), _of_one_state(source), releasable(source.mapped):
-        _restore(run, source, to_model)
+        _restore_models(run, source, models, to_model)
+        for optimizer, load_optimizer in zip(run.prepared.optimizers, optimizers, strict=True):
+            load_optimizer(optimizer.optimizer)
+        _restore_others(run, source)
     logger.info("Loaded the state from %s.", folder)
     return folder
 
@@ -126,7 +128,6 @@ def _find(run: CheckpointContext, requested: AnyPath | None, operation: str) -> 
 
     Where something is loaded, this sets the number of the next checkpoint.
     """
-    # 1. Look on the ranks that commit.
     complete: list[int] | None = None
     following, problem = 0, ""
     try:
@@ -138,7 +139,6 @@ def _find(run: CheckpointContext, requested: AnyPath | None, operation: str) -> 
             folders.recover(requested)
     except (OSError, CheckpointError) as error:
         problem = f"{error}"
-    # 2. Agree with the other ranks.
     asked = None if requested is None else str(requested)
     rows = run.main.exchange(operation, (asked, complete, following, problem))
     requests, found, numbers, problems = zip(*rows, strict=True)
@@ -148,8 +148,7 @@ def _find(run: CheckpointContext, requested: AnyPath | None, operation: str) -> 
             "load_state() was called for different folders: "
             + "; ".join(f"rank {rank}: {request!r}" for rank, request in enumerate(requests))
         )
-    problem = first_problem(problems)
-    if problem:
+    if problem := first_problem(problems):
         raise CheckpointError(problem)
     if run.is_automatic and operation == WHAT:
         run.project.iteration = max(numbers)
@@ -162,19 +161,13 @@ def _find(run: CheckpointContext, requested: AnyPath | None, operation: str) -> 
 def _newest_complete(
     run: CheckpointContext, candidates: Sequence[AnyPath], *, verifies: bool
 ) -> tuple[AnyPath, Manifest | None]:
-    """Return the newest complete checkpoint, the same on every rank, with its manifest.
+    """Return the first checkpoint that is complete, the same on every rank, with its manifest.
 
-    Args:
-        run: The run to load into.
-        candidates: The folders to try, newest first.
-        verifies: Whether the ranks, which share the files, compare checksums.
-
-    Raises:
-        CheckpointError: None of them is complete.
+    If `verifies`, the ranks, which share the files, compare checksums.
     """
     problems: list[str] = []
-    topology = run.runtime.topology
-    num_readers = topology.local_world_size if run.project.save_on_each_node else topology.world_size
+    topology, on_each_node = run.runtime.topology, run.project.save_on_each_node
+    num_readers = topology.local_world_size if on_each_node else topology.world_size
     for folder in candidates:
         # 1. Check the folder, and this rank's share of the files: about as many bytes as others have.
         manifest, problem = None, ""
@@ -182,15 +175,15 @@ def _newest_complete(
             manifest = layout.read_manifest(folder)
             folders.check(folder, manifest)
             if verifies and manifest is not None:
-                sizes = {name: record.size for name, record in manifest.files.items()}
-                by_size = sorted(sizes, key=lambda name: (-sizes[name], name))
+                rows = manifest.files.items()
+                by_size = [name for name, _ in sorted(rows, key=lambda row: (-row[1].size, row[0]))]
                 folders.verify(folder, manifest, by_size[run.rank - run.committer :: num_readers])
         except (OSError, CheckpointError) as error:
             problem = str(error) if folders.is_unchanged(folder, manifest) else _replaced(folder)
         # 2. Agree on one undamaged checkpoint.
         digest = "" if manifest is None else xxhash.xxh3_64(manifest.to_text().encode()).hexdigest()
         digests, found = zip(*run.main.exchange(WHAT, (digest, problem)), strict=True)
-        differ = not run.project.save_on_each_node and len({*digests} - {""}) > 1
+        differ = not on_each_node and len({*digests} - {""}) > 1
         problem = _replaced(folder) if differ else first_problem(found)
         if not problem:
             return folder, manifest
@@ -266,9 +259,20 @@ class CheckpointReader:
         self.mapped.extend(leaf for _, leaf in walk(state) if isinstance(leaf, Tensor))
         return state
 
+    def open(self, name: str) -> None:
+        """Read a file before it is needed."""
+        self.opened[name] = self.read(name)
+
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has a file: other files in its folder may be anybody's."""
         return (self.folder / name).is_file() if self.manifest is None else name in self.manifest.files
+
+    def shards(self, name: str) -> AnyPath | None:
+        """Return the folder of shards of a name, if there is one whose index can be read."""
+        if not self.has(f"{name}/{INDEX_NAME}"):
+            return None
+        sharding.folder.read_index(self.folder / name)
+        return self.folder / name
 
     def weights_name(self, index: int) -> str:
         """Return the weights file of a model; the usual name if the checkpoint has none."""
@@ -293,145 +297,172 @@ class CheckpointReader:
         return [rank for rank in range(count) if self.has(layout.rng_name(rank))]
 
 
-def _read(run: CheckpointContext, source: CheckpointReader) -> None:
-    """Read or map all files but shards: nothing has changed if one is damaged. No collective."""
-    prepared = run.prepared
-    names = [
-        name
-        for index in range(len(prepared.models))
-        if _model_loader(run, source, index) is None
-        and (source.has(name := source.weights_name(index)) or not run.load_hooks)  # which may load it
-    ]
-    names += [
-        layout.optimizer_name(index)
-        for index in range(len(prepared.optimizers))
-        if _optimizer_loader(run, source, index) is None
-    ]
-    names += map(layout.scheduler_name, range(len(prepared.schedulers)))
-    names += map(layout.custom_name, range(len(run.custom)))
-    rank = source.rng_rank()
+def _read(
+    run: CheckpointContext, source: CheckpointReader
+) -> tuple[list[Callable[..., object]], list[Callable[[Optimizer], object]]]:
+    """Read or map all files but shards, so that nothing has changed if one is damaged. No collective.
+
+    Returns:
+        What loads each model, with options of `load_state_dict`, and each optimizer.
+    """
+    prepared, rank = run.prepared, source.rng_rank()
+    models = [_model_loader(run, source, index) for index in range(len(prepared.models))]
+    optimizers = [_optimizer_loader(run, source, index) for index in range(len(prepared.optimizers))]
+    for name in map(layout.scheduler_name, range(len(prepared.schedulers))):
+        source.open(name)
+    for name in map(layout.custom_name, range(len(run.custom))):
+        source.open(name)
     optional = [] if rank is None else [layout.rng_name(rank)]
     optional += [layout.SCALER_NAME] * bool(run.precision.state_dict())
     optional += [source.position_name()] * bool(prepared.dataloaders)
-    for name in (*names, *filter(source.has, optional)):
-        source.opened[name] = source.read(name)
+    for name in filter(source.has, optional):
+        source.open(name)
+    return models, optimizers
 
 
-def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping[str, Any]) -> None:
-    """Restore all objects of a run from an open checkpoint."""
-    # 1. Run the hooks, and restore the models that they have left in the list.
-    prepared = run.prepared
-    models = run.bare_models
-    wrapped = dict(zip(map(id, models), prepared.models, strict=True))
-    with (
-        run.raising_everywhere(WHAT),  # what follows has collectives
-        _hook_folder(source.folder, used=bool(run.load_hooks)) as folder,
-    ):
+def _model_loader(run: CheckpointContext, source: CheckpointReader, index: int) -> Callable[..., object]:
+    shards = source.shards(layout.sharded_model_name(index))
+    if shards is not None:
+        return partial(restore_model_shards, run, shards)
+    states, name = run.strategy.states, source.weights_name(index)
+    if not source.has(name) and run.form is StateForm.NATIVE:
+        local = _local(source.folder)
+
+        def load_native(model: nn.Module, **options: Any) -> None:
+            if options:
+                logger.warning(
+                    "load_state(%s): the strategy %r ignores this for files of its own.",
+                    ", ".join(f"{name}={value!r}" for name, value in options.items()),
+                    run.strategy.name,
+                )
+            states.load_native(model, local, index)
+
+        return load_native
+    read = None if source.has(name) else _foreign(source, index)
+    if read is not None:
+        return lambda model, **options: states.load_full_state_dict(model, read().weights(), **options)
+    if source.has(name) or not run.load_hooks:  # which may load what they have written themselves
+        source.open(name)
+
+    def load_full(model: nn.Module, **options: Any) -> None:
+        core = extract_model_from_parallel(model, keep_torch_compile=False)
+        states.load_full_state_dict(model, with_tied_names(source.read(name), core), **options)
+
+    return load_full
+
+
+def _optimizer_loader(
+    run: CheckpointContext, source: CheckpointReader, index: int
+) -> Callable[[Optimizer], object]:
+    shards = source.shards(layout.sharded_optimizer_name(index))
+    if shards is not None:
+        return partial(restore_optimizer_shards, run, shards)
+    states, models, name = run.strategy.states, run.prepared.models, layout.optimizer_name(index)
+    if not source.has(name) and run.form is StateForm.NATIVE:
+        return lambda _: None  # loaded with its model
+    read = None if source.has(name) else _foreign(source, index)
+    if read is None:
+        source.open(name)
+        return lambda optimizer: states.load_full_optimizer_state(optimizer, models, source.read(name))
+
+    def load_foreign(optimizer: Optimizer) -> None:
+        saved = read()
+        state = saved.numbered_optimizer()
+        if state is None:
+            state = state_by_index(saved.optimizer(), parameter_names(optimizer, models))
+        states.load_full_optimizer_state(optimizer, models, state)
+
+    return load_foreign
+
+
+def _foreign(source: CheckpointReader, index: int) -> Callable[[], Any] | None:
+    """Return the function that reads what another engine has written of a model, if there is anything."""
+    match = find_foreign(source.folder, layout.engine_name(index), index)
+    if match is None:
+        return None
+    folder, read = match
+    files = None if source.manifest is None else source.manifest.files
+    is_listed = files is None or any(name.startswith(f"{folder.name}/") for name in files)
+    return partial(read, _local(folder)) if is_listed else None
+
+
+def _local(folder: AnyPath) -> Path:
+    if isinstance(folder, RemotePath):
+        raise CheckpointError(
+            f"{str(folder)!r} has files of an engine, which only reads local files. Download it."
+        )
+    return folder
+
+
+def _restore_models(
+    run: CheckpointContext,
+    source: CheckpointReader,
+    loaders: Sequence[Callable[..., object]],
+    options: Mapping[str, Any],
+) -> None:
+    """Run the hooks, and restore the models that they have left in the list."""
+    models, folder = run.bare_models, source.folder
+    wrapped = dict(zip(map(id, models), run.prepared.models, strict=True))
+    with ExitStack() as stack:
+        stack.enter_context(run.raising_everywhere(WHAT))  # what follows has collectives
+        if run.load_hooks and isinstance(folder, RemotePath):  # hooks read files of this machine
+            local = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="accel-hooks-")))
+            stores.download_others(folder, local)
+            folder = local
         for hook in tuple(run.load_hooks.values()):
             hook(models, str(folder))
-    for index, model in enumerate(wrapped.get(id(bare), bare) for bare in models):
-        load_shards = _model_loader(run, source, index)
-        if load_shards is not None:
-            load_shards(model, **to_model)
-            continue
-        core = extract_model_from_parallel(model, keep_torch_compile=False)
-        load = partial(run.strategy.states.load_full_state_dict, model)
-        restore_model(source, index, core, load=load, **to_model)
+    for bare, load_model in zip(models, loaders, strict=False):
+        load_model(wrapped.get(id(bare), bare), **options)
     if not run.load_hooks:
         count = len(models)
         _warn_about_more(source, *layout.full_weights_names(count), layout.sharded_model_name(count))
-    # 2. Restore what trains them.
-    for index, optimizer in enumerate(prepared.optimizers):
-        load_optimizer = _optimizer_loader(run, source, index)
-        if load_optimizer is not None:
-            load_optimizer(optimizer.optimizer)
-        else:
-            state = source.read(layout.optimizer_name(index))
-            run.strategy.states.load_full_optimizer_state(optimizer.optimizer, prepared.models, state)
-            del state  # its memory is released before the next one is read
-    count = len(prepared.optimizers)
+
+
+def _restore_others(run: CheckpointContext, source: CheckpointReader) -> None:
+    """Restore all but models and optimizers; last the generators, from which everything else may draw."""
+    prepared, count = run.prepared, len(run.prepared.optimizers)
     _warn_about_more(source, layout.optimizer_name(count), layout.sharded_optimizer_name(count))
     restore_states(
         source, layout.scheduler_name, [scheduler.load_state_dict for scheduler in prepared.schedulers]
     )
-    scaler = run.precision.state_dict()
-    if scaler and source.has(layout.SCALER_NAME):
+    has_scaler, has_state = bool(run.precision.state_dict()), source.has(layout.SCALER_NAME)
+    if has_scaler and has_state:
         run.precision.load_state_dict(source.read(layout.SCALER_NAME))
-    elif scaler or source.has(layout.SCALER_NAME):
+    elif has_scaler or has_state:
         logger.warning(
             "The checkpoint %s was saved %s a loss scaler, but this run is %s one.",
             source.folder,
-            *(("without", "with") if scaler else ("with", "without")),
+            *(("without", "with") if has_scaler else ("with", "without")),
         )
     if run.recipe is not None and run.recipe.compute_scales is not None:
         run.recipe.compute_scales(prepared.models)
-    # 3. Restore positions, registered objects, and last the generators: everything above may draw from them.
     restore_positions(source, prepared.dataloaders)
     restore_states(source, layout.custom_name, [registered.load_state_dict for registered in run.custom])
     run.synchronizer.step = step_of(source)
     restore_rng(source, run.strategy.generators)
 
 
-@contextmanager
-def _hook_folder(folder: AnyPath, *, used: bool) -> Generator[AnyPath]:
-    """Give the folder for hooks: of a checkpoint on a store, one with the files that hooks have added."""
-    if not used or isinstance(folder, Path):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="accel-hooks-") as local:
-        stores.download_others(folder, Path(local))
-        yield Path(local)
-
-
-def restore_model(
-    source: CheckpointReader,
-    index: int,
-    model: nn.Module,
-    *,
-    load: Callable[..., Any] | None = None,
-    **options: Any,
-) -> None:
-    """Load the weights of a model."""
-    state: Mapping[str, Any] = source.read(source.weights_name(index))
-    complete = with_second_names(state, local_tensors(model))
-    (load or model.load_state_dict)(complete, **options)
-
-
-def local_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers under every name that they have in a state dict; no hooks are run.
+def with_tied_names(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Add all names of tied weights, which are saved under one name; no hooks of the model are run.
 
     Example:
         >>> import torch
-        >>> sorted(local_tensors(torch.nn.Linear(1, 1)))
-        ['bias', 'weight']
+        >>> model = torch.nn.ModuleDict({"a": torch.nn.Linear(1, 1, bias=False), "b": torch.nn.ReLU()})
+        >>> model.b.weight = model.a.weight
+        >>> sorted(with_tied_names({"a.weight": torch.ones(1, 1)}, model))
+        ['a.weight', 'b.weight']
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        transient = module._non_persistent_buffers_set
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in transient:
-                tensors[f"{prefix}.{name}" if prefix else name] = buffer
-    return {
-        name if "_orig_mod" in name else strip_wrapper_prefixes(name): tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Add all names of tied weights, which are saved under one name.
-
-    Example:
-        >>> import torch
-        >>> tied = torch.zeros(1)
-        >>> sorted(with_second_names({"a": torch.ones(1)}, {"a": tied, "b": tied}))
-        ['a', 'b']
-    """
+    tensors |= model.named_buffers(remove_duplicate=False)
     names: dict[object, list[str]] = {}
-    for name, value in like.items():
+    absent = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    for name, value in tensors.items():
+        if name in absent:
+            continue
         same: object = id(value)  # tensors that wrap others, such as DTensor, may have no memory of their own
         if not is_traceable_wrapper_subclass(value) and value.numel() and not value.is_meta:
             same = tensor_memory(value), value.dtype
-        names.setdefault(same, []).append(name)
+        names.setdefault(same, []).append(name if "_orig_mod" in name else strip_wrapper_prefixes(name))
     complete = dict(state)
     for group in names.values():
         known = next((name for name in group if name in state), None)
@@ -467,28 +498,22 @@ def restore_positions(source: CheckpointReader, dataloaders: Sequence[Any]) -> N
     """
     if not dataloaders:
         return
-    name = source.position_name()
-    if not source.has(name):
-        _restore_foreign_positions(source, dataloaders)
-        return
-    states = source.read(name)["loaders"]
-    if len(states) != len(dataloaders):
-        logger.warning(
-            "The checkpoint %s has the positions of %d data loaders, but %d are prepared.",
-            source.folder,
-            len(states),
-            len(dataloaders),
-        )
-    for loader, state in zip(dataloaders, states, strict=False):
-        if loader.resume_mid_epoch or loader.use_stateful_dataloader:
-            loader.load_state_dict(state)
-        else:
-            loader.load_epoch(state)
-
-
-def _restore_foreign_positions(source: CheckpointReader, dataloaders: Sequence[Any]) -> None:
     lost: list[int] = []
-    for index, loader in enumerate(dataloaders):
+    name = source.position_name()
+    if source.has(name):
+        states = source.read(name)["loaders"]
+        if len(states) != len(dataloaders):
+            logger.warning(
+                "The checkpoint %s has the positions of %d data loaders, but %d are prepared.",
+                source.folder,
+                len(states),
+                len(dataloaders),
+            )
+        for loader, state in zip(dataloaders, states, strict=False):
+            resumes = loader.resume_mid_epoch or loader.use_stateful_dataloader
+            (loader.load_state_dict if resumes else loader.load_epoch)(state)
+        return
+    for index, loader in enumerate(dataloaders):  # those of another library
         name = layout.loader_state_name(index)
         if loader.use_stateful_dataloader and source.has(name):
             loader.load_state_dict(source.read(name))
@@ -500,9 +525,8 @@ def _restore_foreign_positions(source: CheckpointReader, dataloaders: Sequence[A
             source.folder,
             ", ".join(map(str, lost)),
         )
-    unread = layout.sampler_name(0)
-    if source.has(unread):
-        logger.warning("%s contains a pickled sampler and is not read.", source.folder / unread)
+    if source.has(layout.sampler_name(0)):
+        logger.warning("%s holds a pickled sampler and is not read.", source.folder / layout.sampler_name(0))
 
 
 def step_of(source: CheckpointReader) -> int:
@@ -529,7 +553,7 @@ def restore_rng(source: CheckpointReader, generators: Generators | None = None) 
         digest = hashlib.blake2b(digest_size=8)
         digest.update(states[TORCH_KEY].numpy().tobytes() if TORCH_KEY in states else b"")
         digest.update(str(source.rank).encode())
-        seed, complaints = int.from_bytes(digest.digest(), "little") >> 1, []
+        seed, complaints = int.from_bytes(digest.digest(), "little") >> 1, list[str]()
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)  # seeds the generators of all devices
@@ -543,8 +567,7 @@ def restore_rng(source: CheckpointReader, generators: Generators | None = None) 
         )
     synchronize_tensor_parallel_rng()  # ranks that had other numbers may share layers now
     if generators is not None:
-        problem = generators.load_state_dict(states.get(ENGINE_KEY, {}))
-        complaints += [] if problem is None else [problem]
+        complaints += filter(None, [generators.load_state_dict(states.get(ENGINE_KEY, {}))])
     elif ENGINE_KEY in states:
         complaints.append(f"{ENGINE_KEY!r} is from an engine that is not in use")
     if complaints and saved_rank == source.rank:
@@ -557,114 +580,32 @@ def restore_rng(source: CheckpointReader, generators: Generators | None = None) 
 
 
 def _write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
-    """Set all generators; return one sentence for each that could not be restored."""
-    keys = [PYTHON_KEY, NUMPY_KEY, TORCH_KEY]
-    complaints = [f"{key!r} is absent" for key in keys if key not in states]
-    if PYTHON_KEY in states:
-        version, words, gauss = states[PYTHON_KEY]
-        random.setstate((version, tuple(words), gauss))
-    if NUMPY_KEY in states:
-        np.random.set_state(states[NUMPY_KEY])
-    if TORCH_KEY in states:
-        torch.set_rng_state(states[TORCH_KEY])
-    kind = accelerator_in_use(device)
+    """Set all generators; return one phrase for each that could not be restored."""
+    setters: dict[str, Callable[[Any], object]] = {
+        PYTHON_KEY: lambda state: random.setstate((state[0], tuple(state[1]), state[2])),
+        NUMPY_KEY: np.random.set_state,
+        TORCH_KEY: torch.set_rng_state,
+    }
+    kind, complaints = accelerator_in_use(device), list[str]()
     if kind is not None:
-        key, module = device_key(kind), kind.module
-        keys.append(key)
-        saved: list[Any] = states.get(key, [])
-        if not hasattr(module, "get_rng_state_all"):
-            for state in saved[:1]:
-                module.set_rng_state(state)
-        elif saved:
+        key, module, saved = device_key(kind), kind.module, len(states.get(device_key(kind), []))
+        if hasattr(module, "get_rng_state_all"):
             count = module.device_count()
-            for index, state in enumerate(saved[:count]):
-                module.set_rng_state(state, index)
-            if len(saved) != count:
-                complaints.append(f"{key!r} has states of {len(saved)} devices, but there are {count}")
-        if key not in states:
-            complaints.append(f"{key!r} is absent: the state was saved on a machine without such a device")
+            setters[key] = lambda values: [*map(module.set_rng_state, values, range(count))]
+            if saved not in {0, count}:
+                complaints.append(f"{key!r} has states of {saved} devices, but there are {count}")
+        else:  # mps and xla have one device
+            setters[key] = lambda values: [*map(module.set_rng_state, values[:1])]
+    for key, write in setters.items():
+        if key in states:
+            write(states[key])
+        else:
+            complaints.append(f"{key!r} is absent")
     return complaints + [
         f"{key!r} is for devices that this machine lacks"
-        for key in sorted({*states} - {*keys, "step", ENGINE_KEY})
+        for key in sorted({*states} - {*setters, "step", ENGINE_KEY})
         if states[key] != []  # what Accelerate writes without a device
     ]
-
-
-def _model_loader(
-    run: CheckpointContext, source: CheckpointReader, index: int
-) -> Callable[..., object] | None:
-    """Return the function that loads a sharded model, with options for `load_state_dict`, or `None`."""
-    name = layout.sharded_model_name(index)
-    if source.has(f"{name}/{INDEX_NAME}"):
-        folder = source.folder / name
-        sharding.folder.read_index(folder)
-        return partial(restore_model_shards, run, folder)
-    if any(map(source.has, layout.full_weights_names(index))):
-        return None
-    states = run.strategy.states
-    if form_of_run(run) is StateForm.NATIVE:
-        local = _local(source.folder)
-
-        def load_native(model: nn.Module, **options: Any) -> None:
-            if options:
-                logger.warning(
-                    "load_state(%s): the strategy %r ignores this for files of its own.",
-                    ", ".join(f"{name}={value!r}" for name, value in options.items()),
-                    run.strategy.name,
-                )
-            states.load_native(model, local, index)
-
-        return load_native
-    read = _foreign(source, index)
-    if read is None:
-        return None
-    return lambda model, **options: states.load_full_state_dict(model, read().weights(), **options)
-
-
-def _foreign(source: CheckpointReader, index: int) -> Callable[[], Any] | None:
-    """Return the function that reads what another engine has written of a model, if there is anything."""
-    match = find_foreign(source.folder, layout.engine_name(index), index)
-    if match is None:
-        return None
-    folder, read = match
-    files = None if source.manifest is None else source.manifest.files
-    is_listed = files is None or any(name.startswith(f"{folder.name}/") for name in files)
-    return partial(read, _local(folder)) if is_listed else None
-
-
-def _optimizer_loader(
-    run: CheckpointContext, source: CheckpointReader, index: int
-) -> Callable[[Optimizer], object] | None:
-    """Return the function that loads a sharded optimizer, or `None` without shards."""
-    name = layout.sharded_optimizer_name(index)
-    if source.has(f"{name}/{INDEX_NAME}"):
-        folder = source.folder / name
-        sharding.folder.read_index(folder)
-        return partial(restore_optimizer_shards, run, folder)
-    if source.has(layout.optimizer_name(index)):
-        return None
-    if form_of_run(run) is StateForm.NATIVE:
-        return lambda _: None  # loaded with its model
-    read = _foreign(source, index)
-    if read is None:
-        return None
-
-    def load_foreign(optimizer: Optimizer) -> None:
-        models, saved = run.prepared.models, read()
-        state = saved.numbered_optimizer()
-        if state is None:
-            state = state_by_index(saved.optimizer(), parameter_names(optimizer, models))
-        run.strategy.states.load_full_optimizer_state(optimizer, models, state)
-
-    return load_foreign
-
-
-def _local(folder: AnyPath) -> Path:
-    if isinstance(folder, RemotePath):
-        raise CheckpointError(
-            f"{str(folder)!r} has files of an engine, which only reads local files. Download it."
-        )
-    return folder
 
 
 def restore_model_shards(

@@ -65,11 +65,11 @@ def save(
         "blocking": blocking,
         "to_disk": to_disk,
     }
-    observer = observing.observer
+    observer, replicas = observing.observer, run.strategy.replicas
     is_observed = observer is not None and not observer.saved(
         run, target, partial(_files_of_run, run, safe=safe, hooks_end=SingleProcess())
     )
-    if is_observed or (run.strategy.replicas is not None and not run.strategy.replicas.is_saver):
+    if is_observed or (replicas is not None and not replicas.is_saver):
         run.project.iteration += run.is_automatic
         return Saving(str(target))  # another replica group has the same state, and saves it
     # 1. Agree on a staging folder.
@@ -82,9 +82,8 @@ def save(
             logger.warning("%s, which has saved without its random states.", error)
             return Saving(str(target))
         logger.warning(
-            "save_state() was called only on rank 0. It waits to detect this and saves only its own "
-            "state: the random states of other ranks are not in the checkpoint. Call it on every rank."
-            " (%s)",
+            "save_state() was called only on rank 0, which saves its own state alone: the random states of "
+            "other ranks are not in the checkpoint. Call it on every rank. (%s)",
             error,
         )
         main = background = SingleProcess()
@@ -115,20 +114,20 @@ def save(
             files.clear()
             job.clean()
 
-    saving, failure = Saving(str(target), work), None
+    saving, failures = Saving(str(target), work), list[Exception]()
     try:
         files += _files_of_run(run, job.local, safe=safe, hooks_end=main if has_hooks else SingleProcess())
         if not blocking:
-            files = [file._replace(state=run.staging.copy(file.state)) for file in files]
+            files[:] = [file._replace(state=run.staging.copy(file.state)) for file in files]
     except Exception as error:  # noqa: BLE001 - hooks and state dicts are users' code, and all ranks need the error
-        failure = error
+        failures.append(error)
     except BaseException:
         job.clean()
         raise
     # 3. Write and commit them, here or in the thread.
     try:
-        if failure is not None:
-            work(f"rank {run.rank} failed before writing: {failure!r}")
+        if failures:
+            work(f"rank {run.rank} failed before writing: {failures[0]!r}")
         elif blocking:
             work()
         else:
@@ -136,9 +135,9 @@ def save(
             saving.start()
             return saving
     except CheckpointWriteError as error:
-        raise error from failure
+        raise error from (failures[0] if failures else None)
     finally:
-        del failure  # else a cycle: its traceback holds this frame
+        failures.clear()  # else a cycle: their tracebacks hold this frame
     logger.info("Saved the state to %s.", target)
     return saving
 
@@ -162,14 +161,9 @@ def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None)
     return any_path(output_dir, "save_state(output_dir)")
 
 
-def form_of_run(run: CheckpointContext) -> StateForm:
-    """Return the form in which models and optimizers are saved."""
-    return run.strategy.states.form() if run.strategy.states.is_sharded else StateForm.FULL
-
-
 def _check_target(run: CheckpointContext, target: AnyPath) -> None:
     """Reject checkpoints of which each node keeps only a part, and those that an object store cannot hold."""
-    topology, form, is_remote = run.runtime.topology, form_of_run(run), isinstance(target, RemotePath)
+    topology, form, is_remote = run.runtime.topology, run.form, isinstance(target, RemotePath)
     has_parts = topology.world_size > topology.local_world_size and form is not StateForm.FULL
     if run.project.save_on_each_node and (has_parts or is_remote):
         reason = (
@@ -245,15 +239,15 @@ def _files_of_run(
 ) -> list[CheckpointFile]:
     """Run the hooks, and wait until those of all ranks have ended; return the files that this rank writes."""
     # 1. Get the full weights, if models are not sharded, and show them to the hooks.
-    prepared, states, form = run.prepared, run.strategy.states, form_of_run(run)
+    prepared, states, form = run.prepared, run.strategy.states, run.form
     full = form is StateForm.FULL
     weights = [states.full_state_dict(model, keep=run.commits) for model in prepared.models if full]
-    failure: Exception | None = None
+    failures: list[Exception] = []
     try:
         for hook in tuple(run.save_hooks.values()):
             hook(run.bare_models, weights, str(local))
     except Exception as error:  # noqa: BLE001 - raised below: other ranks wait in the collectives that follow
-        failure = error
+        failures.append(error)
     hooks_end.exchange(WHAT, None)  # they may write files of the same names, which are then replaced
     # 2. List what the committer writes for all ranks, this rank's shards, and its own states.
     optimizers = [
@@ -275,21 +269,17 @@ def _files_of_run(
         if form is StateForm.NATIVE:
             states.save_native(model, local, index, write=add_native)
         elif form is StateForm.SHARDED:
-            state = states.model_tensors(model)
-            files.extend(shard_files(run, layout.sharded_model_name(index), model=state))
+            files += shard_files(run, layout.sharded_model_name(index), model=states.model_tensors(model))
     for index, optimizer in enumerate(prepared.optimizers):
         if form is StateForm.SHARDED:
             state = states.optimizer_tensors(optimizer.optimizer, prepared.models)
-            files.extend(shard_files(run, layout.sharded_optimizer_name(index), optimizer=state))
+            files += shard_files(run, layout.sharded_optimizer_name(index), optimizer=state)
     for index, registered in enumerate(run.custom):
         state = registered.state_dict()  # on every rank: perhaps a collective
         if run.commits:
             files.append(CheckpointFile(layout.custom_name(index), state))
-    try:
-        if failure is not None:
-            raise failure
-    finally:
-        del failure  # else a cycle: its traceback holds this frame
+    if failures:
+        raise failures.pop()  # it stays in no frame that its traceback holds
     device, generators = run.runtime.device, run.strategy.generators
     return files + rank_files(prepared.dataloaders, generators, rank=run.rank, device=device)
 

@@ -34,13 +34,13 @@ from accel_train.checkpoint.files import make_folder, move, remove, write_file
 from accel_train.checkpoint.layout import MODEL_KEY, read_manifest
 from accel_train.checkpoint.load import (
     CheckpointReader,
-    restore_model,
     restore_model_shards,
     restore_optimizer_shards,
     restore_positions,
     restore_rng,
     restore_states,
     step_of,
+    with_tied_names,
 )
 from accel_train.checkpoint.save import rank_files, shard_files, shared_files
 from accel_train.checkpoint.staging import location_of, read_object, write_object
@@ -146,7 +146,8 @@ def load_accelerator_state(
         options=load_kwargs or {},
     )
     for index, model in enumerate(models):
-        restore_model(source, index, model, **load_model_func_kwargs)
+        weights = source.read(source.weights_name(index))
+        model.load_state_dict(with_tied_names(weights, model), **load_model_func_kwargs)
     restore_states(source, layout.optimizer_name, [optimizer.load_state_dict for optimizer in optimizers])
     restore_states(source, layout.scheduler_name, [scheduler.load_state_dict for scheduler in schedulers])
     if scaler is not None:
