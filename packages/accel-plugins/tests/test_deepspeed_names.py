@@ -20,10 +20,8 @@ NAMES = {
         "zero_optimization_stage",
         "zero_use_cpu_optimizer",
     ),
-    "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ("refresh_fp32_params", "scaled_global_norm"),
-    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": ("_get_norm_groups", "refresh_fp32_params"),
-    "runtime.bf16_optimizer:BF16_Optimizer": ("refresh_fp32_params",),
-    "runtime.fp16.fused_optimizer:FP16_Optimizer": ("refresh_fp32_params",),
+    "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ("scaled_global_norm",),
+    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": ("_get_norm_groups",),
     "runtime.base_optimizer:ZeROOptimizer": (),
     "runtime.zero:GatheredParameters": ("__enter__", "__exit__"),
     "runtime.zero.config:get_zero_config": (),
@@ -38,6 +36,7 @@ NAMES = {
         "set_z3_leaf_modules",
     ),
     "comm": ("init_distributed", "is_initialized"),
+    "accelerator": ("get_accelerator",),
 }
 """By `module` or `module:class`, without `deepspeed.` before it."""
 
@@ -62,3 +61,28 @@ def test_all_names_exist():
     rows = [" ".join((owner, *names)) for owner, names in NAMES.items()]
     environ = {**os.environ, "DS_ACCELERATOR": "cpu"}
     subprocess.run([sys.executable, "-c", PROGRAM, *rows], env=environ, check=True)
+
+
+FLAT = """\
+import torch
+from accel_plugins.deepspeed.library import plain_masters
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+
+first, second = (torch.nn.Linear(3, 2, dtype=torch.bfloat16) for _ in range(2))
+first.bias.requires_grad = False
+groups = [[*first.parameters()], [*second.parameters()]]
+inner = torch.optim.AdamW([{"params": group} for group in groups])
+outer = FP16_Optimizer(inner, low_precision_dtype=torch.bfloat16)
+pairs = [*plain_masters(outer, groups)]
+assert [id(small) for small, _ in pairs] == [id(p) for p in (first.weight, second.weight, second.bias)]
+for number, (small, master) in enumerate(pairs):
+    assert master.shape == small.shape
+    master.fill_(number)
+flat = [value for group in inner.param_groups for value in group["params"][0].tolist()]
+assert flat == [0.0] * 6 + [1.0] * 6 + [2.0] * 2
+"""
+
+
+@pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
+def test_master_weights_of_a_fused_optimizer_are_parts_of_its_flat_tensor():
+    subprocess.run([sys.executable, "-c", FLAT], env={**os.environ, "DS_ACCELERATOR": "cpu"}, check=True)

@@ -6,7 +6,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import xxhash
@@ -95,13 +95,11 @@ def convert_checkpoint(
         raise SettingsError(f"target={str(folder)!r} already contains files. Write to a new folder.")
     contents = open_checkpoint(any_path(source, "source"), None if base is None else any_path(base, "base"))
     shard_size = convert_file_size_to_int(max_shard_size)
-    planned = Output(None, _Digests(limit).chunks)
-    WRITERS[to](contents, planned, shard_size)
-    if not dry_run:
-        written, read = _Digests(limit), _Digests(limit)
-        with _staging(folder) as staging:
-            out = Output(staging, written.chunks)
-            WRITERS[to](contents, out, shard_size)
+    written, read = _Digests(limit), _Digests(limit)
+    with nullcontext() if dry_run else _staging(folder) as staging:
+        out = Output(staging, written.chunks)
+        WRITERS[to](contents, out, shard_size)
+        if staging is not None:
             found = dict(open_checkpoint(staging).tensors())
             for lazy in found.values():
                 for _ in read.chunks(lazy):
@@ -120,11 +118,11 @@ def convert_checkpoint(
     return ConversionReport(
         source=any_path(source, "source"),
         form=contents.form,
-        num_tensors=len(planned.tensors),
-        nbytes=sum(nbytes for _, nbytes in planned.files.values()),
+        num_tensors=len(out.tensors),
+        nbytes=sum(nbytes for _, nbytes in out.files.values()),
         target=folder,
-        files=planned.files,
-        dropped=[*contents.dropped, *planned.dropped],
+        files=out.files,
+        dropped=[*contents.dropped, *out.dropped],
     )
 
 

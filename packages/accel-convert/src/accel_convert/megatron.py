@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -64,15 +66,15 @@ def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents |
     weights: dict[str, LazyTensor] = {}
     states: dict[str, dict[str, LazyTensor]] = {}
     contents = CheckpointContents(form="checkpoint of Megatron's dist_checkpointing")
-    lost, latest = list(refused), _Latest()
+    lost = list(refused)
     for name, value in state.items():
         match = _OPTIMIZER.fullmatch(name)
         if not isinstance(value, LazyTensor) or (match is not None and match["key"] is None):
             lost.append(name)
         elif match is None:
-            weights |= _by_layer(name, value, latest)
+            weights |= _by_layer(name, value)
         else:
-            states.setdefault(match["key"], {}).update(_by_layer(match["name"], value, latest))
+            states.setdefault(match["key"], {}).update(_by_layer(match["name"], value))
     if lost:
         contents.dropped.append(f"{some_of(lost)}, which are not tensors of the model or its optimizer")
     for key in _MASTERS & states.keys():
@@ -80,6 +82,7 @@ def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents |
     # 2. Convert them to the names and layout of transformers.
     if base is not None:
         rows = _rows(base, weights)
+        latest: dict[LazyTensor, Sequence[Tensor]] = {}
         weights = _unpacked(weights, rows, folder, latest)
         states = {key: _unpacked(values, rows, folder, latest) for key, values in states.items()}
         contents.config_files = {
@@ -98,20 +101,22 @@ def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents |
     return contents
 
 
-def _by_layer(name: str, lazy: LazyTensor, latest: _Latest) -> dict[str, LazyTensor]:
+def _by_layer(name: str, lazy: LazyTensor) -> dict[str, LazyTensor]:
     """Split a stacked tensor into layers, under the names of Megatron's model."""
     match = _STACKED.fullmatch(name)
     if match is None or not lazy.shape:
         return {_plain(name): lazy}
-    of_layer = torch.empty(lazy.shape[1:], dtype=lazy.dtype, device="meta")
-    layers: dict[str, LazyTensor] = {}
-    for layer in range(lazy.shape[0]):
+    return {
+        _plain(f"{match[1]}{layer}.{match[2]}"): replace(
+            lazy, shape=lazy.shape[1:], read=partial(_read_layer, lazy, layer), identity=None
+        )
+        for layer in range(lazy.shape[0])
+    }
 
-        def read(layer: int = layer) -> list[Tensor]:
-            return [lazy.read(layer, layer + 1)[0]]
 
-        layers[_plain(f"{match[1]}{layer}.{match[2]}")] = latest.tensor(read, 0, of_layer)
-    return layers
+def _read_layer(lazy: LazyTensor, layer: int, begin: int, end: int) -> Tensor:
+    tensor = lazy.read(layer, layer + 1)[0]
+    return (tensor if tensor.dim() else tensor.view(1))[begin:end].clone()
 
 
 def _plain(name: str) -> str:
@@ -119,27 +124,6 @@ def _plain(name: str) -> str:
     for fused, norm in _FUSED_NORMS.items():
         name = name.replace(fused, norm)
     return name
-
-
-class _Latest:
-    """Lazy tensors that are read together; caches the latest read, since chunks are requested one by one."""
-
-    def __init__(self) -> None:
-        self._read: object = None
-        self._tensors: Sequence[Tensor] = ()
-
-    def tensor(self, read: Callable[[], Sequence[Tensor]], index: int, like: Tensor) -> LazyTensor:
-        """Return a lazy tensor: the one at an index of the result of `read`, similar to a meta tensor."""
-
-        def rows(begin: int, end: int) -> Tensor:
-            if self._read is not read:
-                self._read, self._tensors = None, ()
-                self._tensors, self._read = read(), read
-            tensor = self._tensors[index]
-            part = (tensor if tensor.dim() else tensor.view(1))[begin:end]
-            return part.clone(memory_format=torch.contiguous_format)
-
-        return LazyTensor(shape=tuple(like.shape), dtype=like.dtype, read=rows)
 
 
 def _rows(base: AnyPath, weights: Mapping[str, LazyTensor]) -> dict[str, tuple[Weight, list[str]]]:
@@ -180,16 +164,24 @@ def _unpacked(
     weights: Mapping[str, LazyTensor],
     rows: Mapping[str, tuple[Weight, list[str]]],
     folder: AnyPath,
-    latest: _Latest,
+    latest: dict[LazyTensor, Sequence[Tensor]],
 ) -> dict[str, LazyTensor]:
-    """Convert Megatron tensors to the tensors of a transformers checkpoint."""
+    """Convert Megatron tensors to the tensors of a transformers checkpoint.
+
+    `latest` has the parts of the tensor that was read last, as they are read one after another.
+    """
     unpacked: dict[str, LazyTensor] = {}
+
+    def read(lazy: LazyTensor, row: Weight, index: int, begin: int, end: int) -> Tensor:
+        if lazy not in latest:
+            latest.clear()
+            latest[lazy] = row.packing.unpack(row.packing.join([lazy.full()]))
+        tensor = latest[lazy][index]
+        part = (tensor if tensor.dim() else tensor.view(1))[begin:end]
+        return part.clone(memory_format=torch.contiguous_format)
+
     for name, lazy in weights.items():
         row, names = rows[name]
-
-        def read(lazy: LazyTensor = lazy, row: Weight = row) -> Sequence[Tensor]:
-            return row.packing.unpack(row.packing.join([lazy.full()]))
-
         try:
             whole = torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")
             parts = row.packing.unpack(row.packing.join([whole]))
@@ -199,7 +191,8 @@ def _unpacked(
                 "in base."
             ) from error
         for index, (part, like) in enumerate(zip(names, parts, strict=True)):
-            unpacked[part] = latest.tensor(read, index, like)
+            read_part = partial(read, lazy, row, index)
+            unpacked[part] = LazyTensor(shape=tuple(like.shape), dtype=like.dtype, read=read_part)
     return unpacked
 
 

@@ -11,19 +11,15 @@ import math
 import pickle
 import pkgutil
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from accel_plugins.deepspeed.library import ds_module
 from accel_plugins.strategy import ForeignFiles
 from accel_state.errors import CheckpointError
-from accel_state.files import RestrictedUnpickler
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath
 
@@ -209,82 +205,47 @@ class EngineFolder:
 
 
 def load_file(path: Path, *, for_engine: bool = False) -> dict[str, Any]:
-    """Read one file; tensors are memory-mapped on the CPU.
+    """Read one file without executing code of it; tensors are memory-mapped on the CPU.
+
+    Objects of DeepSpeed and Megatron are placeholders; an engine gets those of the classes that it needs.
 
     Raises:
         CheckpointError: The file is damaged, or has objects of classes that are not allowed.
     """
-    kind = _EngineUnpickler if for_engine else _Unpickler
-    # torch.load uses these attributes of a pickle module.
-    module = SimpleNamespace(__name__="pickle", Unpickler=kind, load=_refuse, PickleError=pickle.PickleError)
     try:
-        # The unpicklers below restrict it to tensors; weights_only refuses classes of DeepSpeed.
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=module)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        known: Any = [(_class_of(name, for_engine=for_engine), name) for name in names]
+        with torch.serialization.safe_globals(known):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {str(error).splitlines()[0]}.") from error
 
 
-def _refuse(*args: Any, **kwargs: Any) -> Any:
-    del args, kwargs
-    raise pickle.UnpicklingError("the file is of a version of PyTorch before 1.6, which is not supported")
-
-
-_TENSORS: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): torch.Size,
-    ("torch", "device"): torch.device,
-    **{
-        ("torch._utils", name): pkgutil.resolve_name(f"torch._utils:{name}")
-        for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter")
-    },
-    ("torch._tensor", "_rebuild_from_type_v2"): lambda make, _, arguments, __: make(
-        *arguments
-    ),  # without its attributes
-    ("torch", "Tensor"): torch.Tensor,
-    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
-    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
-    **{("torch", name): getattr(torch, name) for name in dir(torch) if name.endswith("Storage")},
-    ("builtins", "set"): set,
+_OF_ENGINES = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
 }
+"""The classes that an engine needs; each only stores its arguments."""
 
 
-class Opaque:
-    """Placeholder for an object of DeepSpeed's or Megatron's, with its plain contents only."""
+class _Placeholder:
+    """An object of DeepSpeed's or Megatron's, with its plain contents only."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
 
 
-# The classes that an engine needs; each only stores its arguments.
-_OBJECTS: dict[str, str] = {
-    "ZeroStageEnum": "runtime.zero.config",
-    "LossScaler": "runtime.fp16.loss_scaler",
-    "DynamicLossScaler": "runtime.fp16.loss_scaler",
-    "fragment_address": "utils.tensor_fragment",
-}
-
-
-class _Unpickler(RestrictedUnpickler):
-    allowed: ClassVar = _TENSORS
-    for_engine: ClassVar = False
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Return one of the allowed classes, or a placeholder for DeepSpeed's and Megatron's."""
-        library = module_name.partition(".")[0]
-        if library == "deepspeed" and self.for_engine:
-            if global_name not in _OBJECTS:
-                raise pickle.UnpicklingError(f"deepspeed's {global_name} is not allowed in a checkpoint")
-            return getattr(ds_module(_OBJECTS[global_name]), global_name)
-        if library == "deepspeed" and global_name == "ZeroStageEnum":
-            return int
-        # The last one has Megatron's arguments.
-        if library in {"deepspeed", "megatron"} or (module_name, global_name) == ("argparse", "Namespace"):
-            return Opaque
-        return super().find_class(module_name, global_name)
-
-
-class _EngineUnpickler(_Unpickler):
-    for_engine = True
+def _class_of(name: str, *, for_engine: bool) -> Any:
+    if for_engine and name in _OF_ENGINES:
+        return pkgutil.resolve_name(name)
+    if name.endswith(".ZeroStageEnum"):
+        return int
+    # The last one has Megatron's arguments.
+    if not for_engine and (name.startswith(("deepspeed.", "megatron.")) or name == "argparse.Namespace"):
+        return _Placeholder
+    raise pickle.UnpicklingError(f"{name} is not allowed in a checkpoint")
 
 
 def _find(directory: AnyPath, name: str, index: int) -> AnyPath | None:

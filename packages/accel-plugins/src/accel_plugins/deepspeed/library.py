@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from types import ModuleType
@@ -61,8 +61,8 @@ def start(runtime: Runtime) -> ModuleType:
         process_group.join_single(runtime.kind.backend, runtime.device)
         if not deepspeed.comm.is_initialized():
             # Its inference op for CPUs would compile for minutes; training does not use it.
-            skipped = {"build_shm_op": lambda: None} if runtime.device.type == "cpu" else {}
-            with replaced_attributes(ds_module("comm.torch"), skipped):
+            skipped = {"create_op_builder": lambda _: None} if runtime.device.type == "cpu" else {}
+            with replaced_attributes(deepspeed.accelerator.get_accelerator(), skipped):
                 deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     return deepspeed
 
@@ -108,6 +108,21 @@ def is_sharded(parameter: torch.Tensor) -> bool:
 def is_flattened(optimizer: Any) -> bool:
     """Return whether an engine has flattened and sharded the parameters of its optimizer."""
     return isinstance(optimizer, ds_module("runtime.base_optimizer").ZeROOptimizer)
+
+
+def plain_masters(
+    optimizer: Any, groups: Sequence[Sequence[torch.Tensor]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield 16-bit parameters of stage 0 with their float32 master weights."""
+    inner = None if is_flattened(optimizer) else getattr(optimizer, "optimizer", None)
+    rows: Any = getattr(inner, "param_groups", ())
+    for tensors, group in zip(groups, rows, strict=False):
+        trained = [tensor for tensor in tensors if tensor.requires_grad and tensor.numel()]
+        masters = [master.detach() for master in group["params"]]
+        if len(masters) != len(trained):  # They are one flat tensor.
+            masters = masters[0].split([tensor.numel() for tensor in trained])
+        for tensor, master in zip(trained, masters, strict=True):
+            yield tensor, master.view(tensor.shape)
 
 
 @contextmanager

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from accel_ops.modules import extract_model_from_parallel, replaced_attributes
 from accel_plugins.deepspeed.folder import engine_folder, load_file, read_folder
-from accel_plugins.deepspeed.library import GatheredParameters, ds_module, is_flattened, is_sharded
+from accel_plugins.deepspeed.library import (
+    GatheredParameters,
+    ds_module,
+    is_flattened,
+    is_sharded,
+    plain_masters,
+)
 from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
 from accel_plugins.sharding.shards import group_tied_names
 from accel_plugins.sharding.state import StateAllocator, StateForm, names_to_indices, state_by_name
@@ -134,10 +140,7 @@ class DeepSpeedStates(States):
                 with GatheredParameters([value], modifier_rank=0):
                     if not is_sharded(value) or dist.get_rank() == 0:
                         value.copy_(_read(state[name]))
-        owner = self.strategy.engine_of(model)
-        if refresh := getattr(None if owner is None else owner.optimizer, "refresh_fp32_params", None):
-            refresh()
-        masters = _Masters(owner)
+        masters = _Masters(self.strategy.engine_of(model))
         for name, value in tensors.items():
             masters.load(value, state[name])
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
@@ -322,32 +325,28 @@ class DeepSpeedStates(States):
 
 
 class _Masters:
-    """The float32 master weights of the 16-bit parameters of an engine; none without one."""
+    """The float32 master weights of the parameters that an engine trains; none without one."""
 
     def __init__(self, owner: DeepSpeedEngineWrapper | None) -> None:
         self._has_engine = owner is not None
-        self._plain: dict[int, Tensor] = {}  # of optimizers that are not flattened, by the parameter's id
-        if owner is not None and not is_flattened(owner.optimizer):
-            groups = getattr(owner.optimizer, "optimizer", owner.optimizer).param_groups
-            for tensors, group in zip(owner.groups, groups, strict=False):
-                trained = [tensor for tensor in tensors if tensor.requires_grad]
-                pairs = zip(trained, group["params"], strict=False)
-                self._plain |= {id(small): large for small, large in pairs if small.shape == large.shape}
-
-    def _has(self, value: Tensor) -> bool:
-        is_weight = isinstance(value, nn.Parameter) and value.requires_grad
-        return self._has_engine and is_weight and value.dtype in {torch.bfloat16, torch.float16}
+        self._trained: set[int] = set()  # ids, as of the following
+        self._plain: dict[int, Tensor] = {}  # of optimizers that are not flattened
+        if owner is not None:
+            trained = [tensor for _, _, tensor in _trained(owner)]
+            self._trained = {id(p) for p in trained if getattr(p, "ds_numel", p.numel())}
+            self._plain = {id(p): master for p, master in plain_masters(owner.optimizer, owner.groups)}
 
     def gather(self, value: Tensor) -> Tensor | None:
-        """Gather the master weight of a parameter; `None` if it has none."""
-        if not self._has(value):
+        """Gather the master weight of a 16-bit parameter; `None` if it has none."""
+        is_weight = isinstance(value, nn.Parameter) and value.requires_grad
+        if not self._has_engine or not is_weight or value.dtype not in {torch.bfloat16, torch.float16}:
             return None
         master = ds_module("utils").safe_get_full_fp32_param(value)
         return self._plain.get(id(value), value.detach().float()) if master is None else master
 
     def load(self, value: Tensor, saved: Any) -> None:
         """Load the master weight of a parameter, if it has one."""
-        if not self._has(value):
+        if id(value) not in self._trained:
             return
         full = _read(saved).to(value.device, torch.float32)
         if is_sharded(value):

@@ -32,6 +32,7 @@ from accel_plugins.deepspeed.library import (
     is_flattened,
     is_sharded,
     map_pytorch_optim_to_deepspeed,
+    plain_masters,
     start,
 )
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
@@ -221,9 +222,10 @@ class DeepSpeedStrategy(Strategy):
             original.state = replacement.state
             optimizer.optimizer = original
         # 16-bit optimizers of stage 0 initialise their state by a step, which would count and decay weights.
-        if hasattr(optimizer, "refresh_fp32_params") and not is_flattened(optimizer):
-            optimizer.optimizer.state.clear()
-            optimizer.refresh_fp32_params()
+        if (inner := getattr(optimizer, "optimizer", None)) is not None and not is_flattened(optimizer):
+            inner.state.clear()
+            for tensor, master in plain_masters(optimizer, groups):
+                master.copy_(tensor.detach())
         if bundle.optimizers:
             self._wrapper = DeepSpeedEngineWrapper(engine, groups=groups)
         return engine, optimizer, scheduler
