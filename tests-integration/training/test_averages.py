@@ -1,0 +1,95 @@
+"""An exponential moving average of weights, by torch's function, is sharded, saved and loaded as a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_state.accelerator_state import AcceleratorState, GradientState
+from accel_train import Accelerator
+from harness import distributed
+
+ROWS = 12
+average = get_ema_multi_avg_fn(0.9)
+
+
+def make_model():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3)
+    return torch.nn.Sequential(*layers).double()
+
+
+def make_data():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(ROWS, 8, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(3, (ROWS,), generator=generator)
+
+
+def train(models, optimizer, steps, backward, rows=slice(None)):
+    model, averaged = models
+    inputs, labels = make_data()
+    for _ in range(steps):
+        backward(cross_entropy(model(inputs[rows]), labels[rows]))
+        optimizer.step()
+        optimizer.zero_grad()
+        average([*averaged.parameters()], [weight.detach() for weight in model.parameters()], None)
+
+
+def train_alone(steps):
+    model, averaged = make_model(), make_model().requires_grad_(False)
+    train((model, averaged), torch.optim.AdamW(model.parameters(), lr=0.1), steps, torch.Tensor.backward)
+    return averaged
+
+
+def prepared(version):
+    plugin = None if version is None else FullyShardedDataParallelPlugin(fsdp_version=version)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model, averaged = make_model(), make_model().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return accelerator, *accelerator.prepare(model, averaged, optimizer)
+
+
+def train_prepared(accelerator, model, averaged, optimizer, steps):
+    share = ROWS // accelerator.num_processes
+    first = accelerator.process_index * share
+    train((model, averaged), optimizer, steps, accelerator.backward, slice(first, first + share))
+
+
+def check_equals_alone(accelerator, averaged, steps):
+    expected = train_alone(steps)
+    inputs, _ = make_data()
+    torch.testing.assert_close(averaged(inputs), expected(inputs))
+    found = accelerator.get_state_dict(averaged)
+    if accelerator.is_main_process:
+        torch.testing.assert_close(dict(found), expected.state_dict())
+
+
+@pytest.mark.parametrize("version", [None, 1, 2])
+@distributed(world_size=2)
+def test_it_is_that_of_one_process_also_after_loading(version, tmp_path):
+    accelerator, *parts = prepared(version)
+    train_prepared(accelerator, *parts, 3)
+    accelerator.save_state(tmp_path / "checkpoint")
+    train_prepared(accelerator, *parts, 2)
+    accelerator.load_state(tmp_path / "checkpoint")
+    train_prepared(accelerator, *parts, 1)
+    check_equals_alone(accelerator, parts[1], 4)
+    sizes = [sum(getattr(w, "_local_tensor", w).numel() for w in model.parameters()) for model in parts[:2]]
+    assert sizes[0] == sizes[1]  # each rank has as much of the average as of the model
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, None)])
+@distributed(world_size=2)
+def test_it_goes_on_under_another_strategy(before, after, tmp_path):
+    accelerator, *parts = prepared(before)
+    train_prepared(accelerator, *parts, 3)
+    accelerator.save_state(tmp_path / "checkpoint")
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    accelerator, *parts = prepared(after)
+    accelerator.load_state(tmp_path / "checkpoint")
+    train_prepared(accelerator, *parts, 1)
+    check_equals_alone(accelerator, parts[1], 4)
