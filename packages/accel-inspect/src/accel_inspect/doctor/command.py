@@ -37,8 +37,9 @@ def run(options: Namespace) -> int:
     if options.json:
         show(as_json(records, diagnoses))
     else:
-        shown = [diagnosis for diagnosis in diagnoses if diagnosis.differs or not options.quiet]
-        show(*map(str, shown), *([] if options.quiet else [durations(records, options)]))
+        show(*(str(diagnosis) for diagnosis in diagnoses if diagnosis.differs or not options.quiet))
+        if not options.quiet:
+            show(durations(records, options))
     return int(any(diagnosis.differs for diagnosis in diagnoses))
 
 
@@ -48,6 +49,7 @@ def run_all(options: Namespace, world: int, folder: str, variables: Mapping[str,
     runs = {RANKS: world, ONE: 1, PLAIN: 1}
     if not options.no_resume:
         runs |= {RESUMED: world, RESCALED: 1}
+    late = f"it has not ended: it was stopped after {options.timeout} s (--timeout), or after another rank"
     records: dict[str, list[RunRecord]] = {}
     for run, size in runs.items():
         tasks = [
@@ -66,9 +68,6 @@ def run_all(options: Namespace, world: int, folder: str, variables: Mapping[str,
             )
             for rank in range(size)
         ]
-        late = (
-            f"it has not ended: it was stopped after {options.timeout} s (--timeout), or after another rank"
-        )
         left = run_ranks(
             tasks,
             "accel_inspect.doctor.rank_worker",
@@ -79,7 +78,7 @@ def run_all(options: Namespace, world: int, folder: str, variables: Mapping[str,
             grace=_GRACE_SECONDS,
         )
         records[run] = [
-            RunRecord(run=run, rank=rank, world=size, stopped=record) if isinstance(record, str) else record
+            RunRecord(run=run, rank=rank, stopped=record) if isinstance(record, str) else record
             for rank, record in enumerate(left)
         ]
     return records
@@ -98,31 +97,22 @@ def durations(records: Records, options: Namespace) -> str:
 
 def as_json(records: Records, diagnoses: Sequence[Diagnosis]) -> str:
     """Return the report for programs."""
-    facts: dict[str, Any] = {
+
+    def facts_of(record: RunRecord) -> dict[str, Any]:
+        return {
+            "rank": record.rank,
+            "strategy": record.strategy,
+            "steps": len(record.steps),
+            "losses": [backward.loss for backward in record.backwards],
+            "learning rates": [step.rates for step in record.steps],
+            "seconds": round(record.seconds, 3),
+            "stopped": record.stopped,
+        }
+
+    facts = {
         "diagnoses": [
-            {
-                "check": diagnosis.check,
-                "name": diagnosis.name or "equal",
-                "differs": diagnosis.differs,
-                "where": diagnosis.where,
-                "text": diagnosis.text,
-            }
-            for diagnosis in diagnoses
+            {**made._asdict(), "name": made.name or "equal", "differs": made.differs} for made in diagnoses
         ],
-        "runs": {
-            name: [
-                {
-                    "rank": record.rank,
-                    "strategy": record.strategy,
-                    "steps": len(record.steps),
-                    "losses": [backward.loss for backward in record.backwards],
-                    "learning rates": [step.rates for step in record.steps],
-                    "seconds": round(record.seconds, 3),
-                    "stopped": record.stopped,
-                }
-                for record in of_run
-            ]
-            for name, of_run in records.items()
-        },
+        "runs": {name: [*map(facts_of, of_run)] for name, of_run in records.items()},
     }
     return json.dumps(facts, indent=2)

@@ -22,7 +22,6 @@ from accel_inspect.doctor.record import (
     RunRecord,
     Step,
     by_shard,
-    first_of,
 )
 
 TOLERANCES = {"float64": 1e-9, "float32": 5e-4, "float16": 2e-2, "bfloat16": 5e-2, "float8": 0.25}
@@ -31,7 +30,6 @@ TOLERANCES = {"float64": 1e-9, "float32": 5e-4, "float16": 2e-2, "bfloat16": 5e-
 _MIXED = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8"}
 _NOISE = 1e-5  # norm of a gradient, relative to that of all, below which it is rounding
 _GROWTH = 5  # of the rounding of gradients with each step: the weights before it are rounded, too
-_FEW_VALUES = 32  # of a BatchNorm, below which its statistics are those of no larger batch
 _SLOW, _SLOW_SECONDS = 2.0, 0.05  # how much longer than the fastest rank a straggler takes
 FLOOR = 0.1
 """Part of the norm of all gradients; a ReLU that rounds to the other side changes small gradients most."""
@@ -40,47 +38,55 @@ FLOOR = 0.1
 def compare(records: Records) -> list[Diagnosis]:
     """Compare the runs. Returns the diagnoses of each check, or one that reports that all is equal."""
     first = records[RANKS][0]
-    checks = CHECKS
+    has_stopped = any(record.stopped for record in records[RANKS])
     diagnoses = [*stops(records)]
-    if any(record.stopped for record in records[RANKS]):
-        checks = {name: CHECKS[name] for name in ("data", "clocks")}
-    for name, check in checks.items():
+    for name, check in CHECKS.items():
+        if has_stopped and name not in {"data", "clocks"}:
+            continue
         if name == "resume" and (
-            first.differs_by or random_numbers(records) or any(map(_differs, diagnoses))
+            first.differs_by
+            or random_numbers(records)
+            or any(made.differs or made.name == "numbers-not-compared" for made in diagnoses)
         ):
             records = {run: of_run for run, of_run in records.items() if run != RESCALED}
-        found = [diagnosis._replace(check=name) for diagnosis in check(records)]
+        found = [
+            Diagnosis(kind, text, where, name)
+            for (of_check, kind, where), text in first.found.items()
+            if of_check == name
+        ]
+        found += [made._replace(check=name) for made in check(records)]
         diagnoses += found
-        if checks is CHECKS and not any(map(_differs, found)) and (text := _equal(name, records)):
+        is_equal = not has_stopped and not any(
+            made.differs or made.name == "numbers-not-compared" for made in found
+        )
+        if is_equal and (text := _equal(name, records)):
             diagnoses.append(Diagnosis("", text, check=name))
     return diagnoses
 
 
-def _differs(diagnosis: Diagnosis) -> bool:
-    return diagnosis.differs or diagnosis.name == "numbers-not-compared"
-
-
 def _equal(name: str, records: Records) -> str:
     """Describe what a check has found to be equal; empty if the runs have nothing of the kind."""
-    first, single = records[RANKS][0], first_of(records, ONE)
+    first, single = records[RANKS][0], _one(records)
     if name == "data" and (passes := sum(of_loader.is_prepared for of_loader in first.passes)):
         samples = sum(batch.real for record in by_shard(records[RANKS]) for batch in record.batches)
         return f"{samples} samples in {passes} passes, as on one process"
     if name == "gathered" and first.gathered:
-        return f"{len(first.gathered)} calls of gather and gather_for_metrics"
-    if name == "numbers" and single is not None and not single.stopped and first.steps:
-        if first.differs_by or random_numbers(records):
-            return ""
+        return f"{first.gathered} calls of gather and gather_for_metrics"
+    is_compared = single is not None and not first.differs_by and not random_numbers(records)
+    if name == "numbers" and first.steps and single is not None and is_compared:
         what = "losses" if first.losses else "losses, gradients and weights"
         steps, tolerance = comparable_steps(first, single), tolerance_of(first, single)
         return f"{what} of {steps} optimizer steps, to {tolerance:.0e}"
     if name == "clocks" and first.steps:
         return f"{len(first.steps)} optimizer steps and their learning rates"
-    if name == "waiting" and any(backward.reduces for backward in first.backwards):
-        return f"one all-reduce of {first.nbytes} bytes for each step"
     if name == "resume" and RESUMED in records:
         return "the steps after a checkpoint, on as many ranks and on one process"
     return ""
+
+
+def _one(records: Records, run: str = ONE) -> RunRecord | None:
+    """Return the record of a run of one process, unless it is absent or has stopped early."""
+    return next((record for record in records.get(run, ()) if not record.stopped), None)
 
 
 _TITLES = {
@@ -94,18 +100,16 @@ _TITLES = {
 def stops(records: Records) -> Iterator[Diagnosis]:
     """Yield the reasons why scripts stopped early."""
     failed = {run for run, of_run in records.items() if any(record.stopped for record in of_run)}
-    for run in records:
-        has_no_checkpoint = run in {RESUMED, RESCALED} and RANKS in failed
-        if run not in failed or has_no_checkpoint or (run == RESCALED and ONE in failed):
-            continue
+    for run in [run for run in records if run in failed]:
         stopped = [record for record in records[run] if record.stopped]
         first = next((record for record in stopped if "has not ended" not in record.stopped), stopped[0])
-        if run != RANKS:
-            name = "one-process-stopped" if run in {ONE, PLAIN} else "resume-stopped"
-            yield Diagnosis(name, f"{_TITLES[run]}: {first.stopped}", check="run")
-        else:
+        if run == RANKS:
             name = "unused-parameters" if "finished reduction" in first.stopped else "rank-stopped"
             yield Diagnosis(name, f"rank {first.rank}: {first.stopped}", check="run")
+        elif run in {ONE, PLAIN}:
+            yield Diagnosis("one-process-stopped", f"{_TITLES[run]}: {first.stopped}", check="run")
+        elif RANKS not in failed and (run == RESUMED or ONE not in failed):
+            yield Diagnosis("resume-stopped", f"{_TITLES[run]}: {first.stopped}", check="run")
 
 
 # 1. Data.
@@ -113,9 +117,9 @@ def stops(records: Records) -> Iterator[Diagnosis]:
 
 def data(records: Records) -> Iterator[Diagnosis]:
     """Compare the samples that ranks read: each sample once, in the order of one process."""
-    ranks, single = by_shard(records[RANKS]), first_of(records, ONE)
+    ranks, single = by_shard(records[RANKS]), next(iter(records.get(ONE, ())), None)
     for first in ranks[0].passes:
-        passes = [same for record in ranks if (same := _same_pass(record, first)) is not None]
+        passes = [same for record in ranks if (same := _pass_of(record, first.loader, first.epoch))]
         if len(passes) < len(ranks):
             if not any(record.stopped for record in ranks):
                 text = f"{len(passes)} of {len(ranks)} ranks iterate over it in epoch {first.epoch}"
@@ -123,22 +127,16 @@ def data(records: Records) -> Iterator[Diagnosis]:
             continue
         if len(ranks) > 1 and (difference := _compare_pass(ranks, passes, single)):
             yield Diagnosis(*difference, first.where)
-        if first.states and first.epoch == 0:
-            text = f"each worker has its own copy of the data set's {', '.join(first.states)}"
-            yield Diagnosis("generator-in-workers", text, first.where)
-        second = next(
-            (later for later in ranks[0].passes if (later.loader, later.epoch) == (first.loader, 1)), None
-        )
-        if first.epoch == 0 and first.shuffles and second is not None:
+        second = _pass_of(ranks[0], first.loader, 1) if first.epoch == 0 and first.shuffles else None
+        if second is not None:
             orders = [of_epoch.plan or tuple(_rows(ranks[0], of_epoch)) for of_epoch in (first, second)]
             if len(orders[0]) > 1 and orders[0] == orders[1]:
                 text = "two epochs have the same order although the sampler shuffles"
                 yield Diagnosis("epoch-not-set", text, first.where)
 
 
-def _same_pass(record: RunRecord, other: LoaderPass) -> LoaderPass | None:
-    key = (other.loader, other.epoch)
-    return next((own for own in record.passes if (own.loader, own.epoch) == key), None)
+def _pass_of(record: RunRecord, loader: int, epoch: int) -> LoaderPass | None:
+    return next((own for own in record.passes if (own.loader, own.epoch) == (loader, epoch)), None)
 
 
 def _compare_pass(
@@ -152,7 +150,7 @@ def _compare_pass(
     lengths = [*map(len, plans)]
     if len({*lengths}) > 1:
         return "uneven-batches", f"ranks have {', '.join(map(str, lengths))} batches"
-    alone = None if single is None else _same_pass(single, first)
+    alone = None if single is None else _pass_of(single, first.loader, first.epoch)
     if alone is None or alone.plan is None:
         return None
     union = Counter(sample for plan in plans for batch in plan for sample in batch)
@@ -165,8 +163,8 @@ def _compare_pass(
         )
     if extra or lengths[0] != len(alone.plan):
         return None  # the script has chosen another batch size
-    for number, together in enumerate(zip(*plans, strict=True)):
-        if sorted(sample for batch in together for sample in batch) != sorted(alone.plan[number]):
+    for number, (*together, expected) in enumerate(zip(*plans, alone.plan, strict=True)):
+        if sorted(sample for batch in together for sample in batch) != sorted(expected):
             text = f"batch {number} of epoch {first.epoch} has different samples than in one process"
             return "order-differs", text
     return None
@@ -186,43 +184,23 @@ def _compare_read(
     if first.is_prepared and single is not None:
         union, wanted = Counter(row for of_rank in rows for row in of_rank), Counter(_rows(single, first))
         if different := max((wanted - union).total(), (union - wanted).total()):
-            return (
-                "order-differs",
-                f"{different} rows of epoch {first.epoch} differ from those of one process",
-            )
+            text = f"{different} rows of epoch {first.epoch} differ from those of one process"
+            return "order-differs", text
     return None
 
 
 def _rows(record: RunRecord, of: LoaderPass) -> list[str]:
-    return [
-        row
-        for batch in record.batches
-        if (batch.loader, batch.epoch) == (of.loader, of.epoch)
-        for row in batch.rows[: batch.real]
-    ]
+    batches = (b for b in record.batches if (b.loader, b.epoch) == (of.loader, of.epoch))
+    return [row for batch in batches for row in batch.rows[: batch.real]]
 
 
-# 2. Gathered results.
-
-
-def gathered(records: Records) -> Iterator[Diagnosis]:
-    """Find calls of `gather` that return padding, once for each line."""
-    calls = {
-        call.where: call for call in records[RANKS][0].gathered if call.padding and call.function == "gather"
-    }
-    for call in calls.values():
-        text = f"gather() returned {call.rows} rows of the last batch, {call.padding} of which pad it"
-        yield Diagnosis("metric-on-padding", text, call.where)
-
-
-# 3. Numbers.
+# 2. Numbers.
 
 
 def numbers(records: Records) -> Iterator[Diagnosis]:
     """Compare losses, gradients and weights step by step, up to the first difference."""
-    ranks, single = records[RANKS], first_of(records, ONE)
+    ranks, single = records[RANKS], _one(records)
     first, shards = ranks[0], by_shard(ranks)
-    yield from _of_ranks(ranks)
     if single is not None and first.tied != single.tied and not first.losses:
         lost = [", ".join(names) for names in single.tied if names not in first.tied]
         yield Diagnosis("weights-untied", f"one process has tied {'; '.join(lost) or 'none'}")
@@ -230,14 +208,13 @@ def numbers(records: Records) -> Iterator[Diagnosis]:
         yield Diagnosis("numbers-not-compared", first.differs_by)
         return
     yield from _between_ranks(ranks)
-    if single is None or single.stopped:
+    if single is None:
         return
     if len(shards) > 1 and (reason := random_numbers(records)):
         yield Diagnosis("numbers-not-compared", reason, first.draws)
         return
-    tolerance = tolerance_of(first, single)
+    tolerance, start = tolerance_of(first, single), 0
     for number, step in enumerate(first.steps[: comparable_steps(first, single)]):
-        start = first.steps[number - 1].backwards if number else 0
         if not _same_data(shards, single, start, step.backwards):
             text = (
                 f"from step {number + 1} on, the ranks and the single process have different global batches"
@@ -248,25 +225,11 @@ def numbers(records: Records) -> Iterator[Diagnosis]:
         if difference is not None:
             yield difference
             return
-
-
-def _of_ranks(ranks: Sequence[RunRecord]) -> Iterator[Diagnosis]:
-    """Find losses of few bits, although prepared models return float32, and BatchNorms of few values."""
-    first = ranks[0]
-    low = next((backward for backward in first.backwards if backward.dtype in {"float16", "bfloat16"}), None)
-    weights = {digest.dtype for step in first.steps for digest in step.weights.values()}
-    if low is not None and first.precision in _MIXED and weights <= {"float32", "float64"}:
-        yield Diagnosis("loss-in-low-precision", f"the loss has the dtype {low.dtype}", low.where)
-    values = {name: min(record.norms.get(name, math.inf) for record in ranks) for name in first.norms}
-    if len(by_shard(ranks)) > 1 and values:
-        name = min(values, key=values.__getitem__)
-        if values[name] < _FEW_VALUES:
-            text = f"{name} normalises with only the {values[name]} values of its rank"
-            yield Diagnosis("batchnorm-per-rank", text)
+        start = step.backwards
 
 
 def _between_ranks(ranks: Sequence[RunRecord]) -> Iterator[Diagnosis]:
-    """Find gradients that ranks have not synchronised."""
+    """Find the first gradient that ranks have not synchronised."""
     tolerance = tolerance_of(ranks[0])
     for number, steps in enumerate(zip(*(record.steps for record in ranks), strict=False), 1):
         for record, step in zip(ranks[1:], steps[1:], strict=True):
@@ -286,36 +249,33 @@ def random_numbers(records: Records) -> str:
 
 def random_samples(records: Records) -> str:
     """Describe a sample that changes each time it is read; empty if there is none."""
-    single = first_of(records, ONE)
-    rows = {} if single is None else _rows_by_sample(single)
+    rows = {key: row for record in records.get(ONE, ()) for key, row in _rows_by_sample(record)}
     for record in records[RANKS]:
-        for sample, row in _rows_by_sample(record).items():
-            if rows.get(sample, row) != row:
-                return f"the dataset returned a different value for sample {sample[2]} than on one process"
+        for key, row in _rows_by_sample(record):
+            if rows.get(key, row) != row:
+                return f"the dataset returned a different value for sample {key[2]} than on one process"
     return ""
 
 
-def _rows_by_sample(record: RunRecord) -> dict[tuple[Any, ...], str]:
-    return {
-        (batch.loader, batch.epoch, index, batch.shape): row
-        for batch in record.batches
-        for index, row in zip(batch.indices, batch.rows, strict=False)
-    }
+def _rows_by_sample(record: RunRecord) -> Iterator[tuple[tuple[Any, ...], str]]:
+    for batch in record.batches:
+        for index, row in zip(batch.indices, batch.rows, strict=False):
+            yield (batch.loader, batch.epoch, index, batch.shape), row
 
 
 def _same_data(ranks: Sequence[RunRecord], single: RunRecord, start: int, stop: int) -> bool:
     """Return whether the global batches of some backward passes are those of one process."""
+    everyone = (*ranks, single)
     for index in range(start, stop):
-        if any(index >= len(record.backwards) for record in (*ranks, single)):
+        if any(index >= len(record.backwards) for record in everyone):
             return False
-        if any(record.backwards[index].batch < 0 for record in (*ranks, single)):
+        numbers_of_batches = [record.backwards[index].batch for record in everyone]
+        if min(numbers_of_batches) < 0:
             return True
-        *batches, expected = [record.batches[record.backwards[index].batch] for record in (*ranks, single)]
-        are_known = expected.indices and all(batch.indices for batch in batches)
-        samples_of = attrgetter("indices" if are_known else "rows")
-        if sorted(sample for batch in batches for sample in samples_of(batch)) != sorted(
-            samples_of(expected)
-        ):
+        batches = [r.batches[number] for r, number in zip(everyone, numbers_of_batches, strict=True)]
+        samples_of = attrgetter("indices" if all(batch.indices for batch in batches) else "rows")
+        read = sorted(sample for batch in batches[:-1] for sample in samples_of(batch))
+        if read != sorted(samples_of(batches[-1])):
             return False
     return True
 
@@ -329,7 +289,6 @@ def _compare_step(
         text = f"{title} come {step.backwards} backward passes before, on one process {expected.backwards}"
         return Diagnosis("windows-differ", text)
     passes = range(start, step.backwards)
-    losses = {index: (_loss(ranks, index), _loss([single], index)) for index in passes}
     grown = rounding(tolerance, number)
     of_weights = min(grown, max(tolerance, 1e-2))
     # 1. The weights before the step, which were equal after the one before.
@@ -341,21 +300,23 @@ def _compare_step(
     # 2. The first parameter in the order of execution whose gradient differs.
     name = first_difference(step, expected, first.modules, grown, floor=FLOOR if number else 0.0)
     if name is not None:
-        gradient, other = step.gradients.get(name), expected.gradients.get(name)
+        gradient, other = step.gradients[name], expected.gradients[name]
         if gradient is None or other is None:
             missing = "the ranks have" if gradient is None else "one process has"
             return Diagnosis("unused-parameters", f"{title}, {missing} no gradient for {name}")
-        loss, wanted = losses.get(start, (math.nan, math.nan))
         text = (
             f"{title}, the first gradient that differs is that of {name} (module"
-            f" {name.rpartition('.')[0] or name}): norm {gradient.norm:.4g}, on one process {other.norm:.4g};"
-            f" loss {loss:.6g}, on one process {wanted:.6g}"
+            f" {name.rpartition('.')[0] or name}): norm {gradient.norm:.4g}, on one process {other.norm:.4g}"
         )
-        where = first.backwards[start].where if start < len(first.backwards) else ""
-        return Diagnosis(_explain(ranks, single, step, expected, passes, grown), text, where)
+        if not passes:
+            return Diagnosis("gradients-differ", text)
+        text += f"; loss {_loss(ranks, start):.6g}, on one process {_loss([single], start):.6g}"
+        explained = _explain(ranks, single, step, expected, passes, grown)
+        return Diagnosis(explained, text, first.backwards[start].where)
     # 3. Losses, where the gradients are not compared.
-    for index, (loss, other) in losses.items():
-        if first.losses and relative(loss, other) > max(tolerance, 5e-3):
+    for index in passes if first.losses else ():
+        loss, other = _loss(ranks, index), _loss([single], index)
+        if relative(loss, other) > max(tolerance, 5e-3):
             text = f"{title}, the loss is {loss:.6g}, on one process {other:.6g}"
             named = _normalisation(ranks, single, index) or "gradients-differ"
             return Diagnosis(named, text, first.backwards[index].where)
@@ -433,12 +394,17 @@ def _have_a_factor(step: Step, expected: Step, tolerance: float) -> bool:
         if digest and (other := expected.gradients.get(name)) and other.norm > 1e-2 * total
     ]
     factor = pairs[0][0].norm / pairs[0][1].norm if pairs else 1.0
-    scaled = (
-        replace(other, norm=other.norm * factor, values=tuple(value * factor for value in other.values))
-        for _, other in pairs
+    return (
+        factor != 0
+        and abs(factor - 1) > tolerance
+        and all(
+            distance(
+                digest, replace(other, norm=factor * other.norm, values=[factor * v for v in other.values])
+            )
+            <= 2 * tolerance
+            for digest, other in pairs
+        )
     )
-    distances = (distance(digest, other) for (digest, _), other in zip(pairs, scaled, strict=True))
-    return factor != 0 and abs(factor - 1) > tolerance and all(far <= 2 * tolerance for far in distances)
 
 
 def first_difference(
@@ -523,41 +489,24 @@ def _total(gradients: Mapping[str, Digest | None]) -> float:
     return math.hypot(*(digest.norm for digest in gradients.values() if digest is not None))
 
 
-# 4. Clocks.
+# 3. Clocks.
 
 
 def clocks(records: Records) -> Iterator[Diagnosis]:
-    """Compare learning rates by samples seen, and find optimizers and clipping outside of the library's."""
-    ranks, plain = by_shard(records[RANKS]), first_of(records, PLAIN)
-    first = ranks[0]
-    unprepared = next((step for step in first.steps if not step.is_prepared), None)
-    if unprepared is not None:
-        text = f"{unprepared.name} steps after {unprepared.backwards} backward passes, and was not prepared"
-        yield Diagnosis("optimizer-not-prepared", text)
-    if plain is not None and not plain.stopped and first.clock != "update":
-        yield from _rates(ranks, plain)
-    for name, where in first.events:
-        yield Diagnosis(name, "torch.nn.utils.clip_grad_norm_ was called", where)
-
-
-def _rates(ranks: Sequence[RunRecord], plain: RunRecord) -> Iterator[Diagnosis]:
     """Compare learning rates after equally many samples, unless they follow from metrics."""
+    ranks, plain = by_shard(records[RANKS]), _one(records, PLAIN)
     schedules = ranks[0].schedules
-    if not schedules or "ReduceLROnPlateau" in schedules:
+    if plain is None or ranks[0].clock == "update" or not schedules or "ReduceLROnPlateau" in schedules:
         return
     expected = {_samples_before([plain], step): step.rates for step in _steps_of_first_epoch(plain)}
     for number, step in enumerate(_steps_of_first_epoch(ranks[0]), 1):
         samples = _samples_before(ranks, step)
-        pairs = zip(step.rates, expected.get(samples, ()), strict=False)
-        pair = next((pair for pair in pairs if relative(*pair) > 1e-6), None)
-        if pair is not None:
-            is_prepared = any(schedules.values())
-            text = (
-                f"in step {number}, after {samples} samples, the learning rate is {pair[0]:.4g}, on one"
-                f" process {pair[1]:.4g}"
-            )
-            yield Diagnosis("schedule-per-process" if is_prepared else "scheduler-not-prepared", text)
-            return
+        for rate, other in zip(step.rates, expected.get(samples, ()), strict=False):
+            if relative(rate, other) > 1e-6:
+                text = f"in step {number}, after {samples} samples, the learning rate is {rate:.4g}"
+                name = "schedule-per-process" if any(schedules.values()) else "scheduler-not-prepared"
+                yield Diagnosis(name, f"{text}, on one process {other:.4g}")
+                return
 
 
 def _steps_of_first_epoch(record: RunRecord) -> Iterator[Step]:
@@ -585,49 +534,29 @@ def _samples_of(ranks: Sequence[RunRecord], start: int, stop: int) -> list[Any]:
     ]
 
 
-# 5. Waiting.
+# 4. Waiting.
 
 
 def waiting(records: Records) -> Iterator[Diagnosis]:
-    """Find ranks that wait for another rank or for the device, and gradients that are averaged too often."""
-    ranks = records[RANKS]
-    first, backwards = ranks[0], ranks[0].backwards
-    if not first.steps or not backwards:
+    """Find a rank that takes longer before its backward passes, so that the others wait for it."""
+    pauses = [sorted(record.pauses[1:]) for record in records[RANKS]]
+    if len(pauses) < 2 or not all(pauses):
         return
-    # 1. A rank that takes longer before its backward passes.
-    seconds = [sorted(backward.seconds for backward in record.backwards[1:]) for record in ranks]
-    medians = [of_rank[len(of_rank) // 2] for of_rank in seconds if of_rank]
-    if len(medians) == len(ranks) > 1:
-        slowest, fastest = max(medians), min(medians)
-        if slowest > max(_SLOW * fastest, fastest + _SLOW_SECONDS):
-            text = (
-                f"rank {medians.index(slowest)} takes {slowest:.2f} s for data and forward pass, the fastest"
-                f" rank {fastest:.2f} s"
-            )
-            yield Diagnosis("rank-slower", text)
-    # 2. Gradients that are averaged more than once for a step.
-    steps = len({step.backwards for step in first.steps})
-    reduced = sum(backward.reduces for backward in backwards[: first.steps[-1].backwards])
-    if reduced > steps:
-        yield Diagnosis(
-            "reduced-too-often", f"{reduced} all-reduces of {first.nbytes} bytes in {steps} steps"
-        )
-    # 3. Values that the host waits for in every micro-batch.
-    for where, count in first.waits.items():
-        if count >= len(backwards):
-            text = f"item() waits for the device {count} times in {len(backwards)} micro-batches"
-            yield Diagnosis("host-waits", text, where)
+    medians = [of_rank[len(of_rank) // 2] for of_rank in pauses]
+    slowest, fastest = max(medians), min(medians)
+    if slowest > max(_SLOW * fastest, fastest + _SLOW_SECONDS):
+        text = f"rank {medians.index(slowest)} takes {slowest:.2f} s for data and forward pass"
+        yield Diagnosis("rank-slower", f"{text}, the fastest rank {fastest:.2f} s")
 
 
-# 6. Resume.
+# 5. Resume.
 
 
 def resume(records: Records) -> Iterator[Diagnosis]:
     """Compare resumed runs with the undisturbed one, from the step after the checkpoint on."""
-    ranks = records[RANKS]
     for run in (RESUMED, RESCALED):
         again = records.get(run, ())
-        if again and ranks[0].steps and not any(record.stopped for record in again):
+        if again and records[RANKS][0].steps and not any(record.stopped for record in again):
             difference = _compare_resumed(records, by_shard(again) if run == RESUMED else again)
             if difference is not None:
                 yield Diagnosis(difference[0], f"{_TITLES[run]}, {difference[1]}")
@@ -654,9 +583,9 @@ def _compare_resumed(records: Records, again: Sequence[RunRecord]) -> tuple[str,
     return None
 
 
-CHECKS: Mapping[str, Callable[[Records], Iterator[Diagnosis]]] = {
+CHECKS: Mapping[str, Callable[[Records], Iterable[Diagnosis]]] = {
     "data": data,
-    "gathered": gathered,
+    "gathered": lambda _: (),  # each process finds it by itself
     "numbers": numbers,
     "clocks": clocks,
     "waiting": waiting,

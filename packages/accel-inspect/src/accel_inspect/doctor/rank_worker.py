@@ -92,11 +92,11 @@ def _record_accelerators(recorder: TrainingRecorder) -> None:
         backward(self, loss, **kwargs)
         recorder.end_backward()
 
-    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(function: Callable[..., Any], *, is_metric: bool) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            recorder.record_gathered(name, result)
+            recorder.record_gathered(result, is_metric=is_metric)
             return result
 
         return call
@@ -114,8 +114,8 @@ def _record_accelerators(recorder: TrainingRecorder) -> None:
     replace_names(
         "accel_train.Accelerator",
         backward=backward_recorded,
-        gather=recorded("gather", Accelerator.gather),
-        gather_for_metrics=recorded("gather_for_metrics", Accelerator.gather_for_metrics),
+        gather=recorded(Accelerator.gather, is_metric=False),
+        gather_for_metrics=recorded(Accelerator.gather_for_metrics, is_metric=True),
         save_state=save_state,
         load_state=load_state,
         has_checkpoint=property(lambda _: recorder.resumes),

@@ -51,47 +51,23 @@ class ReadBatch:
 
 @frozen
 class Backward:
-    """A backward pass.
-
-    Args:
-        batch: The number of the batch in `RunRecord.batches` that was read last; -1 before any.
-        items: The `num_items` that were given.
-        reduces: Whether DistributedDataParallel averages gradients over the ranks in it.
-        seconds: What the rank took before it, since the pass or step before: no collective of DDP is in it.
-        where: File and line.
-    """
+    """A backward pass; `batch` is the number of the batch that was read last, -1 before any."""
 
     batch: int
     loss: float
-    dtype: str
-    items: float | None
-    reduces: bool
-    seconds: float
-    where: str
+    items: float | None  # the `num_items` that were given
+    where: str  # file and line
 
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """A step of a torch optimizer.
+    """A step of a torch optimizer; tensors are digests by the name of their parameter."""
 
-    Args:
-        optimizer: The number of the optimizer in the run, by first step.
-        name: Its class.
-        is_prepared: Whether it was prepared, or all its parameters are in one that was.
-        backwards: How many backward passes came before.
-        rates: The learning rates of its groups.
-        gradients: Digests by name of the parameter; None for a parameter without a gradient.
-        before: Digests of the parameters before the step.
-        weights: Digests of the parameters after the step.
-    """
-
-    optimizer: int
-    name: str
-    is_prepared: bool
-    backwards: int
-    rates: tuple[float, ...]
-    gradients: Mapping[str, Digest | None]
-    before: Mapping[str, Digest]
+    optimizer: int  # the number of the optimizer in the run, by first step
+    backwards: int  # how many backward passes came before
+    rates: tuple[float, ...]  # of its groups
+    gradients: Mapping[str, Digest | None]  # None for a parameter without a gradient
+    before: Mapping[str, Digest]  # the weights before the step
     weights: Mapping[str, Digest] = field(default_factory=dict[str, Digest])
 
 
@@ -107,7 +83,6 @@ class LoaderPass:
         shuffles: Whether the order is meant to be another one in each epoch.
         plan: For each batch of the full epoch the indices of its samples that are no padding; None where the
             data decides.
-        states: Attributes of the dataset that are random generators, which every worker has a copy of.
     """
 
     loader: int
@@ -116,17 +91,6 @@ class LoaderPass:
     is_prepared: bool
     shuffles: bool
     plan: tuple[tuple[int, ...], ...] | None = None
-    states: tuple[str, ...] = ()
-
-
-@frozen
-class Gathered:
-    """A call of `gather` or `gather_for_metrics`: how many rows it returned, and how many pad the batch."""
-
-    function: str
-    where: str
-    rows: int
-    padding: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,14 +100,13 @@ class RunRecord:
     Args:
         shards: Number of ranks with batches of their own; `shard` is the number of this one's.
         clock: The unit of schedules that the script has chosen, if it has.
+        gathered: The number of calls of `gather` and `gather_for_metrics`.
         modules: The modules with parameters in the order in which they were executed, by name.
         tied: Names of parameters that are one.
         schedules: Whether schedules were prepared, by the name of their class.
-        norms: By name of a BatchNorm, the smallest number of values that it has normalised with.
-        events: Names of diagnoses that the recorder itself has found, with file and line.
-        waits: By file and line, how often the script's `item()` let the host wait for the device in training.
+        found: What one process finds by itself: texts by check, name of the diagnosis, and file and line.
+        pauses: Seconds before each backward pass, since the pass or step before: no collective is in them.
         draws: File and line of a backward pass before which the script has drawn random numbers, if it has.
-        nbytes: Bytes of the gradients of all models.
         differs_by: What makes numbers of ranks other ones by design, such as LocalSGD; empty if nothing does.
         losses: Whether only losses can be compared: the strategy keeps gradients in its own layout.
         seconds: Duration of the script.
@@ -152,7 +115,6 @@ class RunRecord:
 
     run: str
     rank: int
-    world: int = 1
     shards: int = 1
     shard: int = 0
     strategy: str = ""
@@ -162,15 +124,13 @@ class RunRecord:
     backwards: list[Backward] = field(default_factory=list[Backward])
     steps: list[Step] = field(default_factory=list[Step])
     passes: list[LoaderPass] = field(default_factory=list[LoaderPass])
-    gathered: list[Gathered] = field(default_factory=list[Gathered])
+    gathered: int = 0
     modules: dict[str, None] = field(default_factory=dict[str, None])
     tied: tuple[tuple[str, ...], ...] = ()
     schedules: dict[str, bool] = field(default_factory=dict[str, bool])
-    norms: dict[str, int] = field(default_factory=dict[str, int])
-    events: dict[tuple[str, str], None] = field(default_factory=dict[tuple[str, str], None])
-    waits: dict[str, int] = field(default_factory=dict[str, int])
+    found: dict[tuple[str, str, str], str] = field(default_factory=dict[tuple[str, str, str], str])
+    pauses: list[float] = field(default_factory=list[float])
     draws: str = ""
-    nbytes: int = 0
     differs_by: str = ""
     losses: bool = False
     seconds: float = 0.0
@@ -183,12 +143,4 @@ Records = Mapping[str, Sequence[RunRecord]]
 
 def by_shard(ranks: Sequence[RunRecord]) -> list[RunRecord]:
     """Return one rank of each data shard."""
-    first: dict[int, RunRecord] = {}
-    for record in ranks:
-        first.setdefault(record.shard, record)
-    return [*first.values()]
-
-
-def first_of(records: Records, run: str) -> RunRecord | None:
-    """Return the record of the first process of a run, if there is one."""
-    return next(iter(records.get(run, ())), None)
+    return [*{record.shard: record for record in reversed(ranks)}.values()][::-1]

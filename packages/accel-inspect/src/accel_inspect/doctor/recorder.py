@@ -9,6 +9,7 @@ import math
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
@@ -32,7 +33,6 @@ from accel_inspect.doctor.record import (
     RESUMED,
     Backward,
     Digest,
-    Gathered,
     LoaderPass,
     ReadBatch,
     RunRecord,
@@ -62,6 +62,10 @@ LOSSES_ONLY = frozenset({"deepspeed", "fsdp1", "megatron", "pipeline", "xla", "x
 _PASSES = 2
 """Passes over a training loader, after which the script ends."""
 
+_FEW_VALUES = 32
+"""Values of a BatchNorm below which its statistics are those of no larger batch."""
+
+_HALF = {torch.float16, torch.bfloat16}
 _END: Any = object()
 
 
@@ -78,22 +82,18 @@ class TrainingRecorder(Observer):
 
     def __init__(self, task: RankTask) -> None:
         self.task = task
-        self.record = RunRecord(run=task.run, rank=task.rank, world=task.world)
+        self.record = RunRecord(run=task.run, rank=task.rank)
         self.joins = task.run in {ONE, RESCALED}
         self.resumes = task.run in {RESUMED, RESCALED}
         self.is_reading = self.is_paused = self.has_saved = False
         self.accelerator: Any = None
         self._save_state, self._load_state = Accelerator.save_state, Accelerator.load_state
-        self._script, folder = (
-            Path(task.script).absolute(),
-            Path(task.folder),
-        )  # before it changes the directory
+        self._script = Path(task.script).absolute()  # before it changes the directory
         # What the other runs have to know of the run on the ranks.
+        folder = Path(task.folder)
         self._num_shards, self._checkpoint = folder / "shards", str(folder / "checkpoint")
-        self._loaders_at_save, self._save_within_epoch = (
-            folder / "loaders-at-save",
-            folder / "saves-within-epoch",
-        )
+        self._loaders_at_save = folder / "loaders-at-save"
+        self._save_within_epoch = folder / "saves-within-epoch"
         self._is_done = False  # the only save or load of this run
         self._loaders: list[Any] = []
         self._optimizers: list[Any] = []
@@ -101,6 +101,8 @@ class TrainingRecorder(Observer):
         self._plans: dict[int, tuple[tuple[tuple[int, ...], ...], list[list[int]]]] = {}
         self._per_round: dict[int, int] = {}
         self._open_passes = 0
+        self._reduces: list[bool] = []  # whether gradients are averaged in each backward pass
+        self._waits: Counter[str] = Counter()
         self._random = ""
         self._started = self._idle_since = time.perf_counter()
 
@@ -116,22 +118,30 @@ class TrainingRecorder(Observer):
 
     def finish(self, stopped: str) -> RunRecord:
         """Return the record."""
-        record, models = self.record, self._prepared.models
+        record = self.record
         names: dict[int, list[str]] = {}
-        for model in models:
-            for name, parameter in extract_model_from_parallel(model).named_parameters(
-                remove_duplicate=False
-            ):
+        for model in map(extract_model_from_parallel, self._prepared.models):
+            for name, parameter in model.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(name)
         record.tied = tuple(sorted(tuple(same) for same in names.values() if len(same) > 1))
-        trained = [
-            parameter for model in models for parameter in model.parameters() if parameter.requires_grad
-        ]
-        record.nbytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        for where, count in self._waits.items():
+            if count >= len(record.backwards):
+                text = f"item() waits for the device {count} times in {len(record.backwards)} micro-batches"
+                self.found("waiting", "host-waits", text, where)
+        if record.steps:
+            steps = len({step.backwards for step in record.steps})
+            reduced = sum(self._reduces[: record.steps[-1].backwards])
+            if reduced > steps:
+                text = f"{reduced} all-reduces of the gradients in {steps} steps"
+                self.found("waiting", "reduced-too-often", text)
         record.losses = record.strategy in LOSSES_ONLY
         record.seconds = time.perf_counter() - self._started
         record.stopped = stopped
         return record
+
+    def found(self, check: str, name: str, text: str, where: str = "") -> None:
+        """Record a diagnosis that this process finds by itself."""
+        self.record.found.setdefault((check, name, where), text)
 
     # 1. What is prepared.
 
@@ -230,8 +240,10 @@ class TrainingRecorder(Observer):
             where=where,
             is_prepared=is_prepared,
             shuffles=_shuffles(loader),
-            states=_generators(loader.dataset) if loader.num_workers else (),
         )
+        if loader.num_workers and (generators := _generators(loader.dataset)):
+            text = f"each worker has its own copy of the data set's {', '.join(generators)}"
+            self.found("data", "generator-in-workers", text, where)
         record.passes.append(this_pass)
         resolve, shard = _original_indices(loader.dataset), _shard_of(loader)
         retained: list[list[int]] | None = None
@@ -321,18 +333,22 @@ class TrainingRecorder(Observer):
         self._random = ""
         if record.batches:
             self._training.add(record.batches[-1].loader)
-        wrapped = [model for model in self._prepared.models if isinstance(model, DistributedDataParallel)]
+        record.pauses.append(time.perf_counter() - self._idle_since)
+        prepared, where, value = self._prepared, source_line(), math.nan
+        wrapped = [model for model in prepared.models if isinstance(model, DistributedDataParallel)]
+        self._reduces.append(any(model.require_backward_grad_sync for model in wrapped))
+        if isinstance(loss, Tensor):
+            value = float(local_part(loss.detach()).float().mean())
+            trained = {p.dtype for optimizer in prepared.optimizers for p in _parameters(optimizer)}
+            if record.precision != "no" and loss.dtype in _HALF and not trained & _HALF:
+                text = f"the loss has the dtype {str(loss.dtype).removeprefix('torch.')}"
+                self.found("numbers", "loss-in-low-precision", text, where)
         record.backwards.append(
             Backward(
                 batch=len(record.batches) - 1,
-                loss=float(local_part(loss.detach()).float().mean())
-                if isinstance(loss, Tensor)
-                else math.nan,
-                dtype=str(getattr(loss, "dtype", "")).removeprefix("torch."),
+                loss=value,
                 items=None if items is None else float(items),
-                reduces=any(model.require_backward_grad_sync for model in wrapped),
-                seconds=time.perf_counter() - self._idle_since,
-                where=source_line(),
+                where=where,
             )
         )
 
@@ -353,12 +369,12 @@ class TrainingRecorder(Observer):
                 record.schedules[type(schedule).__name__] = is_prepared
         parameters = self._by_name(optimizer)
         owned = {id(parameter) for known in prepared.optimizers for parameter in _parameters(known)}
-        trained = {*self._names()}
+        if {id(parameter) for parameter in _parameters(optimizer)} & {*self._names()} - owned:
+            text = f"steps after {len(record.backwards)} backward passes, and was not prepared"
+            self.found("clocks", "optimizer-not-prepared", f"{type(optimizer).__name__} {text}")
         record.steps.append(
             Step(
                 optimizer=_number(self._optimizers, optimizer),
-                name=type(optimizer).__name__,
-                is_prepared=all(id(p) in owned or id(p) not in trained for p in _parameters(optimizer)),
                 backwards=len(record.backwards),
                 rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
                 gradients={
@@ -392,42 +408,44 @@ class TrainingRecorder(Observer):
             for name, parameter in extract_model_from_parallel(model).named_parameters()
         }
 
-    def record_gathered(self, function: str, result: Any) -> None:
-        """Record a call of `gather` or `gather_for_metrics`."""
+    def record_gathered(self, result: Any, *, is_metric: bool) -> None:
+        """Record a call of `gather` or `gather_for_metrics`, and whether it returned padding."""
+        self.record.gathered += 1
+        loader = GradientState().active_dataloader
+        if is_metric or loader is None or not loader.end_of_dataloader or not self.record.batches:
+            return
         tensors = [leaf for _, leaf in walk(result) if isinstance(leaf, Tensor)]
-        rows = len(result) if isinstance(result, list) else 1
-        if tensors and tensors[0].dim() > 0:
-            rows = len(tensors[0])
-        padding, loader = 0, GradientState().active_dataloader
-        if loader is not None and loader.end_of_dataloader and self.record.batches:
-            in_all = len(self.record.batches[-1].rows) * (1 if self.joins else self.record.shards)
-            real = loader.remainder if loader.remainder > 0 else in_all
-            padding = rows - real if rows == in_all else 0
-        self.record.gathered.append(
-            Gathered(function=function, where=source_line(), rows=rows, padding=padding)
-        )
+        rows = len(tensors[0]) if tensors and tensors[0].dim() > 0 else 1
+        in_all = len(self.record.batches[-1].rows) * (1 if self.joins else self.record.shards)
+        if rows == in_all and 0 < loader.remainder < rows:
+            text = (
+                f"gather() returned {rows} rows of the last batch, {rows - loader.remainder} of which pad it"
+            )
+            self.found("gathered", "metric-on-padding", text, source_line())
 
     def record_clipping(self) -> None:
         """Record a call of torch's own function, which knows neither loss scales nor accumulation."""
         scaler = None if self.accelerator is None else self.accelerator.scaler
+        text = "torch.nn.utils.clip_grad_norm_ was called"
         if scaler is not None and scaler.is_enabled():
-            self.record.events["clip-before-unscale", source_line()] = None
+            self.found("clocks", "clip-before-unscale", text, source_line())
         elif not GradientState().sync_gradients:
-            self.record.events["clip-within-window", source_line()] = None
+            self.found("clocks", "clip-within-window", text, source_line())
 
     def record_wait(self, file: str) -> None:
         """Record that the host waits for a value of the device, if the script asks for it in training."""
         if self.record.backwards and torch.is_grad_enabled() and Path(file) == self._script:
-            where = source_line()
-            self.record.waits[where] = self.record.waits.get(where, 0) + 1
+            self._waits[source_line()] += 1
 
     def record_norm(self, module: nn.Module, tensor: Tensor) -> None:
-        """Record with how many values a BatchNorm normalises."""
-        models = map(extract_model_from_parallel, self._prepared.models)
-        names = (path for model in models for path, part in model.named_modules() if part is module)
-        name = next(names, type(module).__name__)
+        """Record a BatchNorm that normalises with few values."""
         values = tensor.numel() // tensor.shape[1] if tensor.dim() > 1 else len(tensor)
-        self.record.norms[name] = min(values, self.record.norms.get(name, values))
+        if values < _FEW_VALUES and self.record.shards > 1:
+            models = map(extract_model_from_parallel, self._prepared.models)
+            names = (path for model in models for path, part in model.named_modules() if part is module)
+            name = next(names, type(module).__name__)
+            text = f"{name} normalises with only the {values} values of its rank"
+            self.found("numbers", "batchnorm-per-rank", text)
 
 
 def _number(known: list[Any], item: Any) -> int:

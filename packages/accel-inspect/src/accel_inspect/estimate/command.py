@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import yaml
 from torch import Tensor, nn
 
 from accel_bigmodel.device_map import infer_auto_device_map
-from accel_bigmodel.explanation import Explanation, explain
+from accel_bigmodel.explanation import explain
 from accel_cli.output import Table, show, working
 from accel_inspect.arguments import AXIS_NAMES
 from accel_inspect.estimate.megatron import stage_elements
@@ -22,6 +23,7 @@ from accel_inspect.estimate.memory import (
     MEGATRON,
     OPTIMIZERS,
     STRATEGIES,
+    DeviceShare,
     Estimate,
     MemoryPeak,
     Suggestion,
@@ -46,7 +48,6 @@ KINDS = ("parameters", "gradients", "optimizer", "communication", "working")
 
 def run(options: Namespace) -> int:
     """Print the memory of a model."""
-    # 1. Estimate.
     memory, host = options.memory, options.host_memory
     with working(f"estimating {options.model_name!r}"):
         model = meta_model(
@@ -54,94 +55,95 @@ def run(options: Namespace) -> int:
         )
         weights = {dtype: weights_in(model, dtype) for dtype in dict.fromkeys(options.dtypes)}
         setup, checkpointed = _training_setups(model, options)
-        shown = checkpointed if options.gradient_checkpointing else setup
-        names = tuple(STRATEGIES)[1:]
-        if setup.devices == 1:
-            names = ("one device", "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded")
-        if setup.optimizer != "adam":  # as DeepSpeed's estimates are
-            names = tuple(name for name in names if not name.startswith("ZeRO"))
-        estimates = [estimate(name, shown) for name in names + (MEGATRON if setup.on_rank else ())]
-        if shown.share is not None:
-            estimates.append(estimate_axes(shown, shown.share))
-        suggestion = placement = None
-        if memory is not None:
-            per_machine = options.devices_per_machine
-            suggestion = suggest(setup, checkpointed, memory, host=host, per_machine=per_machine)
-            placement = _placement(model, memory, setup.devices)
-    # 2. Show.
+        per_machine = min(options.devices_per_machine, setup.devices)
+        estimates = _estimates(checkpointed if options.gradient_checkpointing else setup)
+        suggestion = (
+            suggest(setup, checkpointed, memory, host=host, per_machine=per_machine) if memory else None
+        )
     if options.json:
         show(_as_json(weights, estimates, suggestion))
         return 0
     show(_weights_table(options.model_name, weights, setup), "")
-    show(_training_table(estimates, setup, memory, host, options))
-    if memory is not None:
-        show(
-            "",
-            *_advice(suggestion, checkpointed, memory, options.mixed_precision),
-            "",
-            f"inference in float16:\n{placement}",
-        )
+    verdicts = {
+        needed.strategy: "fits" if fits(needed, memory, host, per_machine) else "too large"
+        for needed in (estimates if memory else ())
+    }
+    show(_training_table(estimates, setup, verdicts, options))
+    if memory:
+        show("", *_advice(suggestion, checkpointed, memory, options.mixed_precision))
+        show("", f"inference in float16:\n{_placement(model, memory, setup.devices)}")
     if not options.quiet:
-        show("", *_notes(options))
+        notes = ["The driver, kernels and fragmentation take more: plan with 90 % of a device's memory."]
+        if options.batch_size is None:
+            notes.append("Activations are not included: add --batch_size and --sequence_length.")
+        if options.mixed_precision == "fp8":
+            notes.append("FP8 multiplies matrices in 8 bits and stores the same tensors as bf16.")
+        show("", *notes)
     return 0
 
 
 def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetup, TrainingSetup]:
     """Return the run without and with activation checkpointing."""
-    width = 4 if options.mixed_precision == "no" else 2
-    sizes = sizes_of(model)
     devices = options.num_devices or 1
-    sizes_of_megatron = (
+    groups = (
         options.megatron_lm_tp_degree,
         options.megatron_lm_pp_degree,
         options.megatron_lm_context_parallel_size,
     )
-    tensor, pipeline, context = (size or 1 for size in sizes_of_megatron)
+    tensor, pipeline, context = (size or 1 for size in groups)
     on_rank = 0
-    if any(sizes_of_megatron) and options.optimizer != "adam":
-        raise SettingsError(f"argument --optimizer is {options.optimizer!r}: Megatron uses its own Adam.")
-    if any(sizes_of_megatron):
+    if any(groups):
+        if options.optimizer != "adam":
+            raise SettingsError(f"argument --optimizer is {options.optimizer!r}: Megatron uses its own Adam.")
         data_parallel_size(tensor, pipeline, context, devices)
         on_rank = max(stage_elements(model, tensor, pipeline, context))
-    asked = {f"{axis}_size": getattr(options, f"parallelism_config_{axis}_size") for axis in AXIS_NAMES}
-    share = None
-    if any(asked.values()):
-        config = _axes_of({name: size or 1 for name, size in asked.items()}, devices, asked["dp_shard_size"])
-        share = max(shares_of(model, config), key=lambda share: share.sizes.parameters + share.experts)
     setup = TrainingSetup(
-        sizes=sizes,
+        sizes=sizes_of(model),
         devices=devices,
-        width=width,
+        width=4 if options.mixed_precision == "no" else 2,
         tensor=tensor,
         pipeline=pipeline,
         context=context,
         on_rank=on_rank,
-        share=share,
+        share=_share_of_axes(model, options, devices),
         optimizer=options.optimizer,
     )
-    tiles = {name: getattr(options, name) for name in ("loss_chunk_size", "mlp_tile_size")}
     if options.batch_size is None:
-        for name in (name for name, size in tiles.items() if size is not None):
-            raise SettingsError(f"argument --{name} only affects activations: add --batch_size.")
+        if options.loss_chunk_size or options.mlp_tile_size:
+            raise SettingsError("arguments --loss_chunk_size, --mlp_tile_size: add --batch_size.")
         return setup, setup
-    if tiles["mlp_tile_size"] is not None:
-        tile_mlps(model, tiles["mlp_tile_size"])
-    if tiles["loss_chunk_size"] is not None:
-        chunk_loss(model, tiles["loss_chunk_size"])
+    if options.mlp_tile_size:
+        tile_mlps(model, options.mlp_tile_size)
+    if options.loss_chunk_size:
+        chunk_loss(model, options.loss_chunk_size)
     plain = _trace(model, options)
     checkpointed = _trace(model, options, checkpointing=True) or plain
     return replace(setup, moments=plain), replace(setup, moments=checkpointed)
 
 
-def _axes_of(sizes: Mapping[str, Any], devices: int, dp_shard: int | None) -> ParallelismConfig:
-    """Return the axes; FSDP2 shards over the remaining devices, unless `dp_shard` is set."""
-    options: dict[str, Any] = {**sizes, "dp_shard_size": dp_shard or 1, "ep_size": 1}
-    along = ParallelismConfig(**options).total_size
-    if dp_shard is None and devices % along == 0:
-        options["dp_shard_size"] = devices // along
-    config = ParallelismConfig(**{**options, "ep_size": sizes["ep_size"]})
+def _share_of_axes(model: nn.Module, options: Namespace, devices: int) -> DeviceShare | None:
+    """Return the largest share of a device along the axes; FSDP2 shards over devices that no axis takes."""
+    asked = {f"{axis}_size": getattr(options, f"parallelism_config_{axis}_size") for axis in AXIS_NAMES}
+    if not any(asked.values()):
+        return None
+    sizes: dict[str, Any] = {name: size or 1 for name, size in asked.items()}
+    without_experts: dict[str, Any] = {**sizes, "ep_size": 1}
+    along = ParallelismConfig(**without_experts).total_size
+    if asked["dp_shard_size"] is None and devices % along == 0:
+        sizes["dp_shard_size"] = devices // along
+    config = ParallelismConfig(**sizes)
     config.check_world(devices)
-    return config
+    return max(shares_of(model, config), key=lambda share: share.sizes.parameters + share.experts)
+
+
+def _estimates(setup: TrainingSetup) -> list[Estimate]:
+    names = [*STRATEGIES][1:]
+    if setup.devices == 1:
+        names = ["one device", "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded"]
+    if setup.optimizer != "adam":  # as DeepSpeed's estimates are
+        names = [name for name in names if not name.startswith("ZeRO")]
+    estimates = [estimate(name, setup) for name in (*names, *(MEGATRON if setup.on_rank else ()))]
+    return estimates if setup.share is None else [*estimates, estimate_axes(setup, setup.share)]
 
 
 _CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -172,35 +174,15 @@ def _trace(model: Any, options: Namespace, *, checkpointing: bool = False) -> tu
         ) from None
 
 
-def _ids(batch: int, length: int) -> Tensor:
-    return torch.ones(batch, length, dtype=torch.int64)
-
-
-def _pixels(config: Any, batch: int) -> Tensor:
-    size = getattr(config, "image_size", 224)
-    height, width = (size, size) if isinstance(size, int) else size
-    return torch.ones(batch, getattr(config, "num_channels", 3), height, width)
-
-
-INPUTS: Mapping[str, Callable[[Any, int, int], Tensor]] = {
-    "input_ids": lambda _, batch, length: _ids(batch, length),
-    "pixel_values": lambda config, batch, _: _pixels(config, batch),
-    "input_values": lambda _, batch, length: torch.ones(batch, length),
-    "input_features": lambda config, batch, length: torch.ones(batch, config.num_mel_bins, length),
-}
-"""The inputs to create, by the name of a model's main input."""
-
-_LABELS = {
-    "ForCausalLM": True,
-    "LMHeadModel": True,
-    "ForMaskedLM": True,
-    "ForPreTraining": True,
-    "ForTokenClassification": True,
-    "ForConditionalGeneration": True,
-    "ForSequenceClassification": False,
-    "ForImageClassification": False,
-}
-"""Whether there is a label per token rather than per sample, by suffix of a model's class name."""
+_LABELS_OF_TOKENS = (
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForMaskedLM",
+    "ForPreTraining",
+    "ForTokenClassification",
+    "ForConditionalGeneration",
+)
+_LABELS_OF_SAMPLES = ("ForSequenceClassification", "ForImageClassification")
 
 
 def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any, ...]]:
@@ -214,70 +196,77 @@ def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any,
         A function for `moments_of`; like most scripts, it keeps all outputs of the model alive. It raises
         `UnsupportedError` for a model with unknown inputs.
     """
+    ids = partial(torch.ones, dtype=torch.int64)
+
+    def inputs_of(config: Any, main: str) -> Tensor:
+        if main == "input_ids":
+            return ids(batch, length)
+        if main == "input_values":
+            return torch.ones(batch, length)
+        if main == "input_features":
+            return torch.ones(batch, config.num_mel_bins, length)
+        if main == "pixel_values":
+            size = getattr(config, "image_size", 224)
+            height, width = (size, size) if isinstance(size, int) else size
+            return torch.ones(batch, getattr(config, "num_channels", 3), height, width)
+        raise UnsupportedError(
+            f"the model takes {main!r}, for which passes cannot be estimated. Remove --batch_size."
+        )
 
     def run(model: Any) -> tuple[Any, ...]:
-        main: str = getattr(model, "main_input_name", "") or ""
-        if main not in INPUTS:
-            raise UnsupportedError(
-                f"{type(model).__name__} takes {main!r} as its input, but passes can be estimated only for "
-                f"{', '.join(INPUTS)}. Remove --batch_size."
-            )
-        keywords = {main: INPUTS[main](model.config, batch, length)}
+        main: str = getattr(model, "main_input_name", "")
+        keywords = {main: inputs_of(model.config, main)}
         if getattr(model.config, "is_encoder_decoder", False):
-            keywords["decoder_input_ids"] = _ids(batch, length)
-        for_tokens = next((_LABELS[end] for end in _LABELS if type(model).__name__.endswith(end)), None)
-        if for_tokens is not None:
-            keywords["labels"] = torch.ones((batch, length) if for_tokens else (batch,), dtype=torch.int64)
+            keywords["decoder_input_ids"] = ids(batch, length)
+        name = type(model).__name__
+        if name.endswith(_LABELS_OF_TOKENS):
+            keywords["labels"] = ids(batch, length)
+        elif name.endswith(_LABELS_OF_SAMPLES):
+            keywords["labels"] = ids(batch)
         output = model(**keywords)
-        loss = output[0].float().mean() if for_tokens is None else output.loss
-        return loss, output
+        return output.loss if "labels" in keywords else output[0].float().mean(), output
 
     return run
 
 
-def _weights_table(name: str, weights: dict[str, Weights], setup: TrainingSetup) -> Table:
-    trainable = setup.sizes.trainable
-    untrained = MASTER * (setup.sizes.parameters - trainable)
-    rows = tuple(
-        (
-            dtype,
-            convert_bytes(sizes.largest),
-            convert_bytes(sizes.total),
-            convert_bytes(_TRAINED_BYTES[dtype] * trainable + untrained) if _TRAINED_BYTES[dtype] else "-",
-        )
-        for dtype, sizes in weights.items()
-    )
-    return Table(
-        title=f"{name}: {setup.sizes.parameters:,} parameters",
-        head=("dtype", "largest layer", "total size", "training with Adam"),
-        rows=rows,
-    )
-
-
-_TRAINED_BYTES = {"float32": 16, "float16": 18, "int8": 0, "int4": 0}
+_TRAINED_BYTES = {"float32": 16, "float16": 18}
 """Bytes per element in training: weights, gradients and Adam's moments. Under mixed precision weights and
 gradients are float32, too, with a copy in half precision."""
 
 
+def _weights_table(name: str, weights: dict[str, Weights], setup: TrainingSetup) -> Table:
+    sizes = setup.sizes
+    untrained = MASTER * (sizes.parameters - sizes.trainable)
+    trained = {
+        dtype: convert_bytes(width * sizes.trainable + untrained) for dtype, width in _TRAINED_BYTES.items()
+    }
+    return Table(
+        title=f"{name}: {sizes.parameters:,} parameters",
+        head=("dtype", "largest layer", "total size", "training with Adam"),
+        rows=tuple(
+            (dtype, convert_bytes(of_dtype.largest), convert_bytes(of_dtype.total), trained.get(dtype, "-"))
+            for dtype, of_dtype in weights.items()
+        ),
+    )
+
+
 def _training_table(
-    estimates: list[Estimate], setup: TrainingSetup, memory: int | None, host: int | None, options: Namespace
+    estimates: list[Estimate], setup: TrainingSetup, verdicts: dict[str, str], options: Namespace
 ) -> Table:
-    per_machine = min(options.devices_per_machine, setup.devices)
-
-    def row(needed: Estimate) -> tuple[str, ...]:
-        fit = () if memory is None else ("fits" if fits(needed, memory, host, per_machine) else "too large",)
-        parts = (convert_bytes(needed.parts[kind]) if needed.parts[kind] else "-" for kind in KINDS)
-        offloaded = convert_bytes(needed.host) if needed.host else "-"
-        return (needed.strategy, convert_bytes(needed.device), *parts, offloaded, *fit)
-
     batch = ""
     if options.batch_size is not None:
         batch = f", {options.batch_size} x {options.sequence_length} tokens each"
+    rows: list[tuple[str, ...]] = []
+    for needed in estimates:
+        parts = (*(needed.parts[kind] for kind in KINDS), needed.host)
+        shown = (convert_bytes(part) if part else "-" for part in parts)
+        verdict = (verdicts[needed.strategy],) if verdicts else ()
+        rows.append((needed.strategy, convert_bytes(needed.device), *shown, *verdict))
     return Table(
         title=f"training with {OPTIMIZERS[setup.optimizer]} on {setup.devices} device(s), precision "
         f"{options.mixed_precision}{batch}",
-        head=("strategy", "device", *KINDS, "host", *(() if memory is None else ("verdict",))),
-        rows=tuple(map(row, estimates)),
+        head=("strategy", "device", *KINDS, "host", *(("verdict",) if verdicts else ())),
+        rows=tuple(rows),
     )
 
 
@@ -294,25 +283,12 @@ def _advice(
     return [f"no configuration fits. FSDP2 would fit on {needed} devices with activation checkpointing."]
 
 
-def _placement(model: nn.Module, memory: int, devices: int) -> Explanation:
+def _placement(model: nn.Module, memory: int, devices: int) -> object:
     """Return the device map of inference in half precision."""
     budget = {**dict.fromkeys(range(devices), memory), "cpu": 1 << 60}
-    device_map = infer_auto_device_map(
-        model,
-        budget,
-        no_split_module_classes=getattr(model, "_no_split_modules", None),
-        dtype=torch.float16,
-    )
+    unsplit = getattr(model, "_no_split_modules", None)
+    device_map = infer_auto_device_map(model, budget, no_split_module_classes=unsplit, dtype=torch.float16)
     return explain(device_map, model, dtype=torch.float16)
-
-
-def _notes(options: Namespace) -> list[str]:
-    notes = ["The driver, kernels and fragmentation take more: plan with 90 % of a device's memory."]
-    if options.batch_size is None:
-        notes.append("Activations are not included. Add --batch_size and --sequence_length to include them.")
-    if options.mixed_precision == "fp8":
-        notes.append("FP8 multiplies matrices in 8 bits and stores the same tensors as bf16.")
-    return notes
 
 
 def _as_json(weights: dict[str, Weights], estimates: list[Estimate], suggestion: Suggestion | None) -> str:
@@ -327,9 +303,7 @@ def _as_json(weights: dict[str, Weights], estimates: list[Estimate], suggestion:
         },
     }
     if suggestion is not None:
-        facts["suggestion"] = {
-            "strategy": suggestion.estimate.strategy,
-            "device": suggestion.estimate.device,
-            "config": dict(suggestion.config),
-        }
+        needed = suggestion.estimate
+        config = dict(suggestion.config)
+        facts["suggestion"] = {"strategy": needed.strategy, "device": needed.device, "config": config}
     return json.dumps(facts, indent=2)
