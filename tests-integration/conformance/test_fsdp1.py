@@ -129,13 +129,13 @@ def test_blocks_compute_their_activations_again():
             return super().forward(input)
 
     for option, number in (("activation_checkpointing", 4), ("activation_checkpointing_offload", 2)):
-        calls.clear()
-        model = nn.Sequential(Counting(4, 6), nn.Tanh(), Counting(6, 2))
-        wrapped = wrap(make_strategy(**{option: True}, **BLOCKS), model)
-        wrapped(torch.ones(3, 4)).sum().backward()
-        assert len(calls) == number
-    with pytest.raises(SettingsError, match=r"no block of the model is wrapped"):
-        wrap(make_strategy(activation_checkpointing=True), make_model())
+        for policy in (BLOCKS, {}):  # without blocks, the model is one
+            calls.clear()
+            model = nn.Sequential(Counting(4, 6), nn.Tanh(), Counting(6, 2))
+            wrapped = wrap(make_strategy(**{option: True}, **policy), model)
+            wrapped(torch.ones(3, 4)).sum().backward()
+            assert len(calls) == number
+            assert all(parameter.grad is not None for parameter in wrapped.parameters() if parameter.numel())
 
 
 @distributed(world_size=2)
@@ -164,7 +164,7 @@ def test_what_cannot_be_done_is_said():
     strategy = make_strategy()
     model = wrap(strategy, make_model())
     assert isinstance(model, FullyShardedDataParallel)
-    with pytest.raises(SettingsError, match=r"given 1 parameters, but 3 more of the same model are missing"):
+    with pytest.raises(SettingsError, match=r"given 1 of the 4 parameters of a model, and 0 others"):
         strategy.clip_grad_norm([next(model.parameters())], 1.0)
     foreign = torch.optim.SGD(make_model().parameters(), lr=0.1)
     with pytest.raises(SettingsError, match=r"4 of the 4 parameters of SGD.*belong to no model"):

@@ -52,9 +52,9 @@ def test_models_are_wrapped_and_unwrapped():
     ("how", "warning"),
     [
         ("prepared", None),
-        ("unwrapped", "Sequential was not called through the model that prepare"),
-        ("unfrozen", "not a trained parameter of a model when prepare"),
-        ("unfrozen all", "not a trained parameter of a model when prepare"),
+        ("unwrapped", "call the model that prepare() returned"),
+        ("unfrozen", "unfreeze parameters before prepare()"),
+        ("unfrozen all", "unfreeze parameters before prepare()"),
         ("prepared again", None),
     ],
 )

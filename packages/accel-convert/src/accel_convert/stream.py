@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 from accel_convert.contents import is_lazy
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.lazy_tensors import LazyTensor, lazy_torch_file
-from accel_plugins.sharding.folder import compact, entries, put
+from accel_plugins.sharding.folder import compact, entries
 from accel_state.errors import CheckpointError
 from accel_state.remote import AnyPath
-from accel_state.torch_private import StorageInfo, flatten_state_dict
+from accel_state.torch_private import StorageInfo, flatten_state_dict, set_element
 from accel_state.unpickling import load_safely
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ def read_lazily(folder: AnyPath, index: Metadata) -> tuple[dict[str, Any], list[
     for entry in entries(index):
         metadata = index.state_dict_metadata[entry.key]
         if isinstance(metadata, TensorStorageMetadata):
-            put(state, entry.path, _lazy_tensor(folder, index, entry.key, metadata))
+            set_element(state, entry.path, _lazy_tensor(folder, index, entry.key, metadata))
             continue
         stored: Any = _storage_of(folder, index, MetadataIndex(entry.key))
         with (folder / str(stored.relative_path)).open("rb") as file:
             file.seek(stored.offset)
             content = io.BytesIO(file.read(stored.length))
         try:
-            put(state, entry.path, load_safely(content))
+            set_element(state, entry.path, load_safely(content))
         except (pickle.UnpicklingError, RuntimeError, EOFError):
             refused.append(entry.key)
     return state, refused

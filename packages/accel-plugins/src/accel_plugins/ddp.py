@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 import torch
@@ -106,8 +106,31 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """
         if self.comm_hook is _Hook.NO and self.comm_wrapper is _Hook.NO:
             return
-        options = self.comm_state_option if self.comm_hook.value.endswith("power_sgd") else None
-        register_comm_hook(model, self.comm_hook, self.comm_wrapper, options)
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        # https://github.com/pytorch/pytorch/pull/75157
+        if not hasattr(powerSGD_hook._orthogonalize, "__wrapped__"):
+            powerSGD_hook._orthogonalize = _orthogonalize_each(powerSGD_hook._orthogonalize)
+        functions: dict[_Hook, Callable[..., Any]] = {
+            _Hook.NO: default_hooks.allreduce_hook,
+            _Hook.FP16: default_hooks.fp16_compress_hook,
+            _Hook.BF16: default_hooks.bf16_compress_hook,
+            _Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
+            _Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+        }
+        function, state = functions[self.comm_hook], cast("Any", model.process_group)
+        if self.comm_wrapper is _Hook.FP16:
+            function = default_hooks.fp16_compress_wrapper(function)
+        elif self.comm_wrapper is _Hook.BF16:
+            function = default_hooks.bf16_compress_wrapper(function)
+        if self.comm_hook.value.endswith("power_sgd"):
+            try:
+                state = powerSGD_hook.PowerSGDState(**{"process_group": state, **self.comm_state_option})
+            except TypeError as error:
+                raise SettingsError(
+                    f"DistributedDataParallelKwargs(comm_state_option={self.comm_state_option!r}): {error}."
+                ) from None
+        model.register_comm_hook(state, function)
 
 
 class MonitoredDDP(DistributedDataParallel):
@@ -150,14 +173,10 @@ class DdpStrategy(Strategy):
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Move models to the device and wrap the trainable ones, which broadcasts the values of rank 0."""
         models = move_to_device(bundle, self.runtime.device)
-        if not evaluation:
-            models = [
-                model
-                if isinstance(without_compiler(model), DistributedDataParallel)
-                or not any(parameter.requires_grad for parameter in model.parameters())
-                else self.wrap_model(model)
-                for model in models
-            ]
+        for index, model in enumerate(() if evaluation else models):
+            is_trained = any(parameter.requires_grad for parameter in model.parameters())
+            if is_trained and not isinstance(without_compiler(model), DistributedDataParallel):
+                models[index] = self.wrap_model(model)
         return replace(bundle, models=models)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -227,16 +246,11 @@ def _warn_about_local_gradients(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if parameter.grad is None or any(id(parameter) in known for known in averaged):
                 continue
-            wrapped = next((model for model in _wrapped if id(parameter) in model.averaged), None)
-            if wrapped is not None:
-                reason = (
-                    f"{type(wrapped.module).__qualname__} was not called through the model that prepare() "
-                    "returned. Call that, not unwrap_model(model), model.module or another of its methods"
-                )
+            if any(id(parameter) in model.averaged for model in _wrapped):
+                reason = "call the model that prepare() returned, not unwrap_model(model) or model.module"
             else:
                 reason = (
-                    "it was not a trained parameter of a model when prepare() wrapped that. Unfreeze "
-                    "parameters before prepare(), or pass accelerator.unwrap_model(model) to prepare() again"
+                    "unfreeze parameters before prepare(), or prepare accelerator.unwrap_model(model) again"
                 )
             _main_logger.warning_once(
                 "%s steps on a gradient of shape %s that the ranks have not averaged, so that their models "
@@ -246,43 +260,6 @@ def _warn_about_local_gradients(optimizer: Optimizer) -> None:
                 reason,
             )
             return
-
-
-def register_comm_hook(
-    model: DistributedDataParallel, hook: _Hook, wrapper: _Hook, power_sgd_options: Mapping[str, Any] | None
-) -> None:
-    """Register a communication hook with a wrapped model that has none yet.
-
-    A wrapper `FP16` or `BF16` compresses the hook's messages further.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    functions: dict[_Hook, Callable[..., Any]] = {
-        _Hook.NO: default_hooks.allreduce_hook,
-        _Hook.FP16: default_hooks.fp16_compress_hook,
-        _Hook.BF16: default_hooks.bf16_compress_hook,
-        _Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
-        _Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
-    }
-    wrappers: dict[_Hook, Callable[..., Any]] = {
-        _Hook.FP16: default_hooks.fp16_compress_wrapper,
-        _Hook.BF16: default_hooks.bf16_compress_wrapper,
-    }
-    # https://github.com/pytorch/pytorch/pull/75157
-    if hook is _Hook.BATCHED_POWER_SGD and not hasattr(powerSGD_hook._orthogonalize, "__wrapped__"):
-        powerSGD_hook._orthogonalize = _orthogonalize_each(powerSGD_hook._orthogonalize)
-    function = functions[hook]
-    if wrapper is not _Hook.NO:
-        function = wrappers[wrapper](function)
-    state: Any = model.process_group
-    if power_sgd_options is not None:
-        try:
-            state = powerSGD_hook.PowerSGDState(**{"process_group": state, **power_sgd_options})
-        except TypeError as error:
-            raise SettingsError(
-                f"DistributedDataParallelKwargs(comm_state_option={power_sgd_options!r}): {error}."
-            ) from None
-    model.register_comm_hook(state, function)
 
 
 def _orthogonalize_each(orthogonalize: Callable[..., Any]) -> Callable[..., Any]:

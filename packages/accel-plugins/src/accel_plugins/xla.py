@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -58,47 +58,23 @@ class XlaStrategy(Strategy):
                 "`accel launch --tpu`."
             )
         own.start(spmd=False)
-        self._average = GradientAverage(world_size) if world_size > 1 else None
-        if self._average is not None:
+        # The models whose gradients are averaged, in the same order on all ranks.
+        self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        self._is_local = world_size == 1
+        if world_size > 1:
             self.features = PLAIN_FEATURES - {Feature.UNEVEN_INPUTS}
         self.after_micro_batch = self.after_step = own.flush
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Move the models to the device, with the values of rank 0 on all ranks."""
         models = move_to_xla(bundle, self.runtime.device)
-        if self._average is not None and not evaluation:
-            for model in models:
-                broadcast([*model.parameters(), *model.buffers()])
-                self._average.add(model)
+        for model in () if evaluation or self.runtime.topology.world_size == 1 else models:
+            broadcast([*model.parameters(), *model.buffers()])
+            self._models[model] = None
         return replace(bundle, models=models)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext() if self._average is None else self._average.no_sync(model)
-
-    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
-        super().backward(loss, accumulation=accumulation, sync=sync, **kwargs)
-        if self._average is not None:
-            self._average.average()
-
-
-class GradientAverage:
-    """Averages the gradients of models after backward passes.
-
-    Averaging an average does not change it, so several backward passes may run before a step.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._scale = 1.0 / world_size
-        self._models: WeakSet[nn.Module] = WeakSet()
-        self._is_local = False
-
-    def add(self, model: nn.Module) -> None:
-        """Average the gradients of a model from now on."""
-        self._models.add(model)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:
-        """Leave gradients local in backward passes within the block."""
         del model
         before, self._is_local = self._is_local, True
         try:
@@ -106,28 +82,18 @@ class GradientAverage:
         finally:
             self._is_local = before
 
-    def average(self) -> None:
-        """Average the gradients, except within `no_sync`."""
-        gradients = {
-            id(parameter): parameter.grad
-            for model in self._models
-            for parameter in model.parameters()
-            if parameter.grad is not None
-        }
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        """Average the gradients after the pass; the average of an average is the same."""
+        super().backward(loss, accumulation=accumulation, sync=sync, **kwargs)
+        parameters = dict.fromkeys(parameter for model in self._models for parameter in model.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients and not self._is_local:
-            xla_module("core.xla_model").all_reduce("sum", [*gradients.values()], scale=self._scale)
+            scale = 1.0 / self.runtime.topology.world_size
+            xla_module("core.xla_model").all_reduce("sum", gradients, scale=scale)
 
 
 AXIS = "fsdp"
 """The axis of the mesh over which parameters and batches are sharded."""
-
-
-@contextmanager
-def _quiet(message: str) -> Generator[None]:
-    """Ignore a warning of torch within the block."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=message)
-        yield
 
 
 def move_to_xla(bundle: Bundle, device: torch.device) -> list[nn.Module]:
@@ -264,7 +230,8 @@ class SpmdStrategy(Strategy):
         return replace(bundle, models=models)
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
-        with _quiet("Full backward hook is firing"):  # of barriers whose inputs need no gradient
+        with warnings.catch_warnings():  # of barriers whose inputs need no gradient
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
             super().backward(loss, accumulation=accumulation, sync=sync, **kwargs)
 
     @property

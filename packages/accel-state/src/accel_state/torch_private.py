@@ -34,8 +34,9 @@ NAMES = {
     "adjust_muon_lr": "torch.optim._muon:_adjust_lr",
     "orthogonalize_matrix": "torch.optim._muon:_zeropower_via_newtonschulz",
     "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
-    # The keys of a checkpoint of nested names, and the rows of a folder's index.
+    # The keys of a checkpoint of nested names, and back; the rows of a folder's index.
     "flatten_state_dict": "torch.distributed.checkpoint._nested_dict:flatten_state_dict",
+    "set_element": "torch.distributed.checkpoint._traverse:set_element",
     "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
     "create_file_view": "torch.distributed.checkpoint.utils:_create_file_view",
     # The public base class is abstract.

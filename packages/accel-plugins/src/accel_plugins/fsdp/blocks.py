@@ -50,8 +50,7 @@ def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.
     if len(missing) == len(wanted):
         raise SettingsError(
             f"auto_wrap_policy='transformer_based_wrap': {type(model).__name__} has no module of the classes "
-            f"{wanted} of its _no_split_modules. Pass the classes of its blocks in "
-            "transformer_cls_names_to_wrap."
+            f"{wanted} of its _no_split_modules: set transformer_cls_names_to_wrap."
         )
     return {kind for name in wanted for kind in classes.get(name, ())}
 
@@ -284,27 +283,20 @@ def ensure_weights_retied(
         >>> model[0].weight is model[1].weight
         True
     """
-    groups = find_tied_parameters(model)
-    if not groups:
+    first = {name: group[0] for group in find_tied_parameters(model) for name in group}
+    if not first:
         return param_init_fn
-    group_of = {name: number for number, group in enumerate(groups) for name in group}
-    group_of_leaf: dict[tuple[int, str], int] = {}
-    for prefix, module in model.named_modules():
-        for leaf, _ in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{prefix}.{leaf}" if prefix else leaf
-            if name in group_of:
-                group_of_leaf[id(module), leaf] = group_of[name]
-    first: dict[int, nn.Parameter] = {}
+    prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+    made: dict[str, nn.Parameter] = {}
 
     def init(module: nn.Module) -> Any:
         result = param_init_fn(module)
         for leaf, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
-            number = group_of_leaf.get((id(module), leaf))
-            if number is None:
-                continue
-            if number not in first:
-                first[number] = torch.nn.Parameter(parameter.to(device), parameter.requires_grad)
-            setattr(module, leaf, first[number])
+            group = first.get(f"{prefixes.get(module)}{leaf}")
+            if group is not None:
+                if group not in made:
+                    made[group] = nn.Parameter(parameter.to(device), parameter.requires_grad)
+                setattr(module, leaf, made[group])
         return result
 
     return init

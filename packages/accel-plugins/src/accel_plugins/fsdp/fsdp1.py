@@ -55,6 +55,7 @@ from accel_plugins.sharding.wrap import (
     warn_about_master_weights,
 )
 from accel_plugins.strategy import (
+    PLAIN_FEATURES,
     Bundle,
     Feature,
     Optimizers,
@@ -80,15 +81,7 @@ class Fsdp1Strategy(Strategy):
 
     name = "fsdp1"
     fsdp_version = 1
-    features = frozenset(
-        {
-            Feature.CLIP_GRAD_VALUE,
-            Feature.ITEM_COUNTS,
-            Feature.MODEL_WITHOUT_OPTIMIZER,
-            Feature.MULTIPLE_MODELS,
-            Feature.NO_SYNC,
-        }
-    )
+    features = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
 
     def __init__(
         self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
@@ -100,12 +93,9 @@ class Fsdp1Strategy(Strategy):
         )
         plugin.set_mixed_precision(precision.name)
         sizes = {"dp_shard": topology.world_size}
-        if plugin.sharding_strategy in {
-            ShardingStrategy.HYBRID_SHARD,
-            ShardingStrategy._HYBRID_SHARD_ZERO2,
-        }:  # one row for each node
+        if plugin.sharding_strategy in {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}:
             local = topology.local_world_size
-            sizes = {"dp_replicate": topology.world_size // local, "dp_shard": local}
+            sizes = {"dp_replicate": topology.world_size // local, "dp_shard": local}  # a row for each node
         self.plugin, self.shard_mesh = plugin, mesh_of(runtime.device.type, sizes)
         # The mixed precision under which trained parameters are cast to float32.
         self.master_weights = None if precision.name == "no" else precision.name
@@ -127,13 +117,10 @@ class Fsdp1Strategy(Strategy):
                     f"{type(model).__name__} was taken out of its FSDP1 wrapper: pass the model that "
                     "prepare() returned, not that of unwrap_model()."
                 )
-            ignored = {
-                id(parameter)
-                for part in modules_named(plugin.ignored_modules, model)
-                for parameter in part.parameters()
-            }
+            ignored = modules_named(plugin.ignored_modules, model)
+            kept = {id(parameter) for part in ignored for parameter in part.parameters()}
             for name, parameter in model.named_parameters():
-                if id(parameter) not in ignored and (hook := hook_of(parameter)):
+                if id(parameter) not in kept and (hook := hook_of(parameter)):
                     # Autograd sees views of the flat parameter only.
                     raise SettingsError(
                         f"{type(model).__name__}: the parameter {name!r} has a hook ({hook}), which FSDP1 "
@@ -184,20 +171,18 @@ class Fsdp1Strategy(Strategy):
         self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
     ) -> Tensor | None:
         """Clip the gradients of all parameters of one model, as FSDP1 does."""
-        tensors = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        tensors = self.unscale(parameters, optimizers)
         ids = {*map(id, tensors)}
         root = next((root for root in self.roots if any(id(p) in ids for p in root.parameters())), None)
         if root is None:
-            return super().clip_grad_norm(tensors, max_norm, norm_type, optimizers=optimizers)
-        own = {id(parameter): parameter.requires_grad for parameter in root.parameters()}
-        absent = [key for key, is_trained in own.items() if is_trained and key not in ids]
-        if absent or not ids <= own.keys():
+            return super().clip_grad_norm(tensors, max_norm, norm_type)
+        own = {id(parameter) for parameter in root.parameters() if parameter.requires_grad}
+        if {id(parameter) for parameter in tensors if parameter.requires_grad} != own:
             raise SettingsError(
-                f"clip_grad_norm_() was given {len(tensors)} parameters, but {len(absent)} more of the same "
-                f"model are missing, and {len(ids - own.keys())} are not of this model. FSDP1 computes the "
-                "norm of one model: call it for each prepared model, with its model.parameters()."
+                f"clip_grad_norm_() was given {len(ids & own)} of the {len(own)} parameters of a model, and "
+                f"{len(ids - own)} others. FSDP1 computes the norm of one model: call it for each prepared "
+                "model, with its model.parameters()."
             )
-        self.unscale(tensors, optimizers)
         with hang_monitor.collective_scope("clip_grad_norm_"):
             return root.clip_grad_norm_(max_norm, norm_type)
 
@@ -221,9 +206,8 @@ class Fsdp1Strategy(Strategy):
         init = ensure_weights_retied(init, model, device)
         if on_cpu:
             for module in model.modules():
-                if any(
-                    t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-                ):
+                own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+                if any(tensor.is_meta for tensor in own):
                     init(module)
             model.to(device)
             for tensor in (*model.parameters(), *model.buffers()) if sync else ():
@@ -233,24 +217,23 @@ class Fsdp1Strategy(Strategy):
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
         # On the CPU there is nothing to offload, and FSDP1 would pin memory, which needs a driver.
         offload = plugin.cpu_offload if isinstance(plugin.cpu_offload, CPUOffload) and not on_cpu else None
-        options: dict[str, Any] = {
-            "sharding_strategy": plugin.sharding_strategy,
-            "cpu_offload": offload,
-            "auto_wrap_policy": plugin.auto_wrap_policy,
-            "backward_prefetch": plugin.backward_prefetch,
-            "mixed_precision": plugin.mixed_precision_policy,
-            "ignored_states": ignored or None,
-            "param_init_fn": init,
-            "device_id": device,
-            "sync_module_states": sync and not on_cpu,
-            "forward_prefetch": bool(plugin.forward_prefetch),
-            "limit_all_gathers": plugin.limit_all_gathers,
-            "use_orig_params": bool(plugin.use_orig_params),
-            "device_mesh": self.shard_mesh,
-        }
+        arguments = ("sharding_strategy", "auto_wrap_policy", "backward_prefetch", "limit_all_gathers")
+        flags = ("forward_prefetch", "use_orig_params")
+        options = {name: getattr(plugin, name) for name in arguments}
+        options |= {name: bool(getattr(plugin, name)) for name in flags}
+        options["mixed_precision"] = plugin.mixed_precision_policy
         try:
             with hang_monitor.collective_scope("prepare"), _suppress_warnings():
-                root = MonitoredFSDP(model, **options)
+                root = MonitoredFSDP(
+                    model,
+                    cpu_offload=offload,
+                    ignored_states=ignored or None,
+                    param_init_fn=init,
+                    device_id=device,
+                    sync_module_states=sync and not on_cpu,
+                    device_mesh=self.shard_mesh,
+                    **options,
+                )
         except ValueError as error:
             dtypes = {parameter.dtype: name for name, parameter in reversed([*model.named_parameters()])}
             listed = ", ".join(f"{name!r} in {dtype}" for dtype, name in reversed(dtypes.items()))
@@ -264,13 +247,7 @@ class Fsdp1Strategy(Strategy):
         recompute, to_cpu = plugin.activation_checkpointing, plugin.activation_checkpointing_offload
         if recompute or to_cpu:
             blocks = [part for part in FullyShardedDataParallel.fsdp_modules(root) if part is not root]
-            if not blocks:
-                raise SettingsError(
-                    f"FullyShardedDataParallelPlugin(activation_checkpointing={recompute!r}, "
-                    f"activation_checkpointing_offload={to_cpu!r}): no block of the model is wrapped on its "
-                    "own, so there is nothing to recompute. Choose an auto_wrap_policy."
-                )
-            for block in blocks:
+            for block in blocks or [root]:
                 checkpoint_activations(block.module, recompute=bool(recompute), offload=bool(to_cpu))
         _gather_in_generate(root)
         self.roots.add(root)
@@ -354,10 +331,7 @@ class Fsdp1States(ShardedStates):
     """Sharded state dicts of FSDP1, with the original parameters instead of the flat ones."""
 
     def __init__(
-        self,
-        roots: WeakSet[FullyShardedDataParallel],
-        device: torch.device,
-        form: Callable[[], StateForm],
+        self, roots: WeakSet[FullyShardedDataParallel], device: torch.device, form: Callable[[], StateForm]
     ) -> None:
         super().__init__(device, form)
         self.roots = roots
@@ -371,7 +345,6 @@ class Fsdp1States(ShardedStates):
         return next((root for root in self.roots if root.module is core), None)
 
     def model_tensors(self, model: nn.Module) -> StateDict:
-        """Return the sharded state dict of the model; tied weights are one object."""
         root = self.root_of(model)
         if root is None:
             return super().model_tensors(model)
@@ -382,7 +355,6 @@ class Fsdp1States(ShardedStates):
         return state | {name: state[first] for name, first in tied.items()}
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> Any:
-        """Load a sharded state dict; one name of tied weights suffices."""
         root = self.root_of(model)
         if root is None:
             return super().load_model(model, state, **options)
@@ -412,8 +384,7 @@ class Fsdp1States(ShardedStates):
                 if isinstance(value, dict):  # torch requires it to be the same on every rank
                     raise UnsupportedError(
                         f"{type(optimizer).__qualname__} keeps {key!r} for this rank's shards, which torch "
-                        "cannot gather from FSDP1. Save the model alone, with save_model(), or use an "
-                        "optimizer whose state is tensors of the parameters' shapes."
+                        "cannot gather from FSDP1: save the model alone, with save_model()."
                     )
         with _sharded_states(root, optimizer):
             return FullyShardedDataParallel.optim_state_dict(root, optimizer)

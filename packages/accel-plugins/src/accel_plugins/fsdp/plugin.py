@@ -288,30 +288,25 @@ class FullyShardedDataParallelPlugin:
             chosen = "SHARDED_STATE_DICT" if self.version == 2 and not self.xla else "FULL_STATE_DICT"
         changed = chosen is not self.state_dict_type and isinstance(self.state_dict_type, StateDictType)
         self.state_dict_type = member_of(StateDictType, chosen, "state_dict_type")
-        if self.version == 2:
-            if self.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-                raise SettingsError(
-                    "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT', "
-                    "fsdp_version=2): version 2 has no flat parameters. Use 'SHARDED_STATE_DICT'."
-                )
-            return
-        if self.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        is_local = self.state_dict_type is StateDictType.LOCAL_STATE_DICT
+        if is_local and self.version == 2:
+            raise SettingsError(
+                "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT', fsdp_version=2): "
+                "version 2 has no flat parameters. Use 'SHARDED_STATE_DICT'."
+            )
+        if is_local:
             logger.warning(
                 "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT'): checkpoints have shards "
                 "that any number of processes can read, as with 'SHARDED_STATE_DICT'."
             )
-            return
-        made: Any = (
-            ShardedStateDictConfig(offload_to_cpu=True),
-            ShardedOptimStateDictConfig(offload_to_cpu=True),
-        )
-        if self.state_dict_type is StateDictType.FULL_STATE_DICT:
-            options = {"offload_to_cpu": True, "rank0_only": True}
-            made = FullStateDictConfig(**options), FullOptimStateDictConfig(**options)
-        if changed or self.state_dict_config is None:
-            self.state_dict_config = made[0]
-        if changed or self.optim_state_dict_config is None:
-            self.optim_state_dict_config = made[1]
+        elif self.version == 1:
+            kinds: Any = (ShardedStateDictConfig, ShardedOptimStateDictConfig)
+            options = {"offload_to_cpu": True}
+            if self.state_dict_type is StateDictType.FULL_STATE_DICT:
+                kinds, options["rank0_only"] = (FullStateDictConfig, FullOptimStateDictConfig), True
+            for name, kind in zip(("state_dict_config", "optim_state_dict_config"), kinds, strict=True):
+                if changed or getattr(self, name) is None:
+                    setattr(self, name, kind(**options))
 
     def set_cpu_offload(self) -> None:
         """Replace a flag in `cpu_offload` by the offload policy of this FSDP version."""
@@ -340,14 +335,10 @@ class FullyShardedDataParallelPlugin:
     def _resolve_sharding(self) -> None:
         strategy, reshard = self.sharding_strategy, self.reshard_after_forward
         if self.version == 1:
-            # Config files of version 1 store the strategy under version 2's key.
-            if strategy is None and reshard is not None and not isinstance(reshard, bool):
-                strategy, reshard = cast("Any", reshard), None
-            if strategy is None and reshard is False:
-                strategy = ShardingStrategy.SHARD_GRAD_OP
-            self.sharding_strategy = member_of(
-                ShardingStrategy, "FULL_SHARD" if strategy is None else strategy, "sharding_strategy"
-            )
+            if strategy is None:  # config files of version 1 store it under version 2's key
+                names = {None: "FULL_SHARD", True: "FULL_SHARD", False: "SHARD_GRAD_OP"}
+                strategy = names.get(cast("Any", reshard), cast("Any", reshard))
+            self.sharding_strategy = member_of(ShardingStrategy, strategy, "sharding_strategy")
             self.reshard_after_forward = RESHARDS[self.sharding_strategy]
             prefetch = self.backward_prefetch
             is_none = prefetch is None or str(prefetch).upper() == "NO_PREFETCH"
@@ -364,13 +355,10 @@ class FullyShardedDataParallelPlugin:
                     "Accelerator without fsdp_plugin for no sharding."
                 )
             reshard = RESHARDS[self.sharding_strategy] if reshard is None else reshard
-        if isinstance(reshard, (str, ShardingStrategy)):  # a strategy of version 1, or a flag
-            name = str(reshard).lower()
-            reshard = name == "true"
-            if name not in {"true", "false"}:
-                reshard = RESHARDS[
-                    member_of(ShardingStrategy, self.reshard_after_forward, "reshard_after_forward")
-                ]
+        if str(reshard).lower() in {"true", "false"}:
+            reshard = str(reshard).lower() == "true"
+        elif isinstance(reshard, (str, ShardingStrategy)):  # a strategy of version 1
+            reshard = RESHARDS[member_of(ShardingStrategy, reshard, "reshard_after_forward")]
         self.reshard_after_forward = True if reshard is None else reshard
         if not isinstance(self.reshard_after_forward, int):
             raise SettingsError(
@@ -433,9 +421,8 @@ def policy_of(policy: Any, version: int) -> Any:
             dtype = getattr(torch, _SHORT.get(value, value).removeprefix("torch."), None)
             if not isinstance(dtype, torch.dtype):
                 raise SettingsError(
-                    f"FullyShardedDataParallelPlugin(mixed_precision_policy={{{name!r}: {value!r}}}): "
-                    "torch has no such dtype. Use 'float32',"
-                    " 'bfloat16' or 'float16'."
+                    f"FullyShardedDataParallelPlugin(mixed_precision_policy={{{name!r}: {value!r}}}): torch "
+                    "has no such dtype. Use 'float32', 'bfloat16' or 'float16'."
                 )
             arguments[name] = dtype
     return kind(**arguments)

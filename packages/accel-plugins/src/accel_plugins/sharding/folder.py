@@ -11,7 +11,6 @@ import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,7 +33,7 @@ from accel_state.errors import CheckpointError, did_you_mean
 from accel_state.files import RestrictedUnpickler
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemoteFile, RemotePath
-from accel_state.torch_private import StorageInfo, flatten_state_dict
+from accel_state.torch_private import StorageInfo, flatten_state_dict, set_element
 from accel_state.unpickling import load_safely
 
 if TYPE_CHECKING:
@@ -144,30 +143,8 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
-        load_object(self.original_state_dict, self.mappings.get(key, (key,)), value)
-
-
-def load_object(state: Any, path: tuple[str | int, ...], file: io.BytesIO) -> None:
-    """Unpickle an object of plain containers, tensors and numpy's values, and set it in a state."""
-    put(state, path, load_safely(file, map_location=None))
-
-
-def put(state: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Set a value in nested dictionaries and lists, adding missing ones."""
-    container = state
-    for key, following in pairwise(path):
-        empty: Any = [] if isinstance(following, int) else {}
-        if isinstance(key, int):
-            container.extend([None] * (key + 1 - len(container)))
-            if container[key] is None:
-                container[key] = empty
-            container = container[key]
-        else:
-            container = container.setdefault(key, empty)
-    last = path[-1]
-    if isinstance(last, int):
-        container.extend([None] * (last + 1 - len(container)))
-    container[last] = value
+        loaded = load_safely(value, map_location=None)
+        set_element(self.original_state_dict, self.mappings.get(key, (key,)), loaded)
 
 
 def write_index(folder: AnyPath, ranks: Iterable[int]) -> list[str]:
@@ -260,7 +237,7 @@ def read_all(folder: AnyPath, allocate: Callable[[TensorMetadata], Any]) -> dict
     """
     state: dict[str, Any] = {}
     for entry in entries(read_index(folder)):
-        put(state, entry.path, None if entry.shape is None else allocate(entry))
+        set_element(state, entry.path, None if entry.shape is None else allocate(entry))
     read_into(folder, state)
     return state
 

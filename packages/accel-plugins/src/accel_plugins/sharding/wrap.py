@@ -250,9 +250,7 @@ class ShardedStrategy(Strategy):
             on_cpu = self.parameters_on != self.runtime.device
             full = {tensor.names[0]: tensor.full for tensor in tensors if tensor.full is not None}
             load(model, full, cpu_offload=on_cpu)
-        materialize_from_rank0(
-            model, _restored(model, tensors), self.runtime, parameters_on=self.parameters_on
-        )
+        materialize_from_rank0(model, tensors, self.runtime, parameters_on=self.parameters_on, only_meta=True)
         # 3. Note what the parameters became.
         now = dict(model.named_parameters(remove_duplicate=False))
         for tensor in tensors:
@@ -382,29 +380,34 @@ def _broadcast_to_replicas(tensor: Any, mesh: Any) -> None:
             shard.copy_(values)
 
 
-def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
-
-
 def materialize_from_rank0(
-    model: nn.Module, tensors: Iterable[FullTensor], runtime: Runtime, *, parameters_on: torch.device
+    model: nn.Module,
+    tensors: Iterable[FullTensor],
+    runtime: Runtime,
+    *,
+    parameters_on: torch.device,
+    only_meta: bool = False,
 ) -> None:
     """Broadcast rank 0's tensors one by one; every rank materialises its shards, and frees the full tensor.
 
     Ranks with other values, as of other seeds, would train a mixture of several models. A rank without a
-    module takes part in its broadcasts.
+    module takes part in its broadcasts. `only_meta`: tensors that have values keep them.
     """
-    present = _named_tensors(model)
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    present: dict[str, Tensor] = dict(named)
     for row in tensors:
+        own = [name for name in row.names if name in present]
+        if only_meta and (not present[own[0]].is_meta if own else row.keeps_shards):
+            for name in own:
+                row.restore(present[own[0]])
+                put_tensor(model, name, present[own[0]])
+            continue
         full, row.full = row.full, None
         if full is None or not runtime.topology.is_main:
             full = torch.empty(row.shape, dtype=row.dtype, device=runtime.device)
         else:
             full = full.to(runtime.device, row.dtype).contiguous()
         runtime.collectives.broadcast(full, src=0)
-        own = [name for name in row.names if name in present]
         if not own:
             continue
         like, target = present[own[0]], parameters_on if row.is_parameter else runtime.device
@@ -415,21 +418,6 @@ def materialize_from_rank0(
             row.restore(shard)
         for name in own:
             put_tensor(model, name, shard)
-
-
-def _restored(model: nn.Module, tensors: Sequence[FullTensor]) -> list[FullTensor]:
-    """Return the tensors that are still on the meta device; restore hooks and ties of the others."""
-    present = _named_tensors(model)
-    on_meta: list[FullTensor] = []
-    for row in tensors:
-        own = [name for name in row.names if name in present]
-        if present[own[0]].is_meta if own else not row.keeps_shards:
-            on_meta.append(row)
-        elif own:
-            row.restore(present[own[0]])
-            for name in own[1:]:
-                put_tensor(model, name, present[own[0]])
-    return on_meta
 
 
 def load_from_rank0(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: bool) -> None:
@@ -506,15 +494,11 @@ def dtype_to_train(parameter: Tensor) -> torch.dtype:
 
 def warn_about_master_weights(model: nn.Module, precision: str) -> None:
     """Warn if parameters of a model will be trained in float32 instead of their own dtype."""
-    low_precision = [p.dtype for p in model.parameters() if dtype_to_train(p) is not p.dtype]
-    if low_precision:
-        dtypes = ", ".join(sorted({*map(str, low_precision)}))
+    low = [p.dtype for p in model.parameters() if dtype_to_train(p) is not p.dtype]
+    if low:
         logger.warning(
             "%d parameters of %s are in %s. With mixed_precision=%r they are trained and saved in "
             "float32, since small updates would be lost in their own dtype. Use mixed_precision='no' to "
             "keep the dtype.",
-            len(low_precision),
-            type(model).__name__,
-            dtypes,
-            precision,
+            *(len(low), type(model).__name__, ", ".join(sorted({*map(str, low)})), precision),
         )

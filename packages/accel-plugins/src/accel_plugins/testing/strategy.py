@@ -112,39 +112,30 @@ class PreparedRun:
     model: nn.Module
     optimizer: Optimizer
 
-    @property
-    def num_shards(self) -> int:
-        """The number of shards of a batch."""
-        return self.strategy.sharding.num_shards
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int) -> list[Tensor]:
         """Return inputs and targets of all shards for one step, on the CPU."""
         generator = torch.Generator().manual_seed(1000 + step)
-        rows, dtype = ROWS * self.num_shards, self.subject.dtype
-        inputs = torch.randn(rows, FEATURES, generator=generator, dtype=dtype)
-        return inputs, torch.randn(rows, TARGETS, generator=generator, dtype=dtype)
+        rows, dtype = ROWS * self.strategy.sharding.num_shards, self.subject.dtype
+        return [
+            torch.randn(rows, columns, generator=generator, dtype=dtype) for columns in (FEATURES, TARGETS)
+        ]
 
-    def rows(self, step: int, index: int, count: int = ROWS) -> tuple[Tensor, Tensor]:
+    def rows(self, step: int, index: int, count: int = ROWS) -> list[Tensor]:
         """Return the first rows of a shard of a step's batch, on the CPU."""
-        inputs, targets = self.batch(step)
-        chosen = slice(ROWS * index, ROWS * index + count)
-        return inputs[chosen], targets[chosen]
+        return [tensor[ROWS * index : ROWS * index + count] for tensor in self.batch(step)]
 
-    def shard(self, step: int, count: int = ROWS) -> tuple[Tensor, Tensor]:
+    def shard(self, step: int, count: int = ROWS) -> list[Tensor]:
         """Return the first rows of this rank's shard of a step's batch, on the device."""
-        inputs, targets = self.rows(step, self.strategy.sharding.shard_index, count)
-        return inputs.to(self.subject.runtime.device), targets.to(self.subject.runtime.device)
+        rows = self.rows(step, self.strategy.sharding.shard_index, count)
+        return [tensor.to(self.subject.runtime.device) for tensor in rows]
 
     def backward(
-        self, batch: tuple[Tensor, Tensor], *, accumulation: int = 1, sync: bool = True, items: int = 1
+        self, batch: Sequence[Tensor], *, accumulation: int = 1, sync: bool = True, items: int = 1
     ) -> None:
-        """Run forward and backward on a batch; without `sync` inside `no_sync`, if there is one.
-
-        The loss, a mean, is multiplied with the number of `items`.
-        """
+        """Run a micro-batch, without `sync` inside `no_sync`; its loss, a mean, is multiplied by `items`."""
         if self.strategy.owns_forward:
             self.strategy.train_step(
-                self.model, self.model.forward, batch, {}, accumulation=accumulation, sync=sync
+                self.model, self.model.forward, (*batch,), {}, accumulation=accumulation, sync=sync
             )
             return
         may_hold = Feature.NO_SYNC in self.strategy.features
@@ -152,11 +143,10 @@ class PreparedRun:
             loss = self.model(*batch) * items
             self.strategy.backward(loss, accumulation=accumulation, sync=sync)
 
-    def step(self) -> bool:
-        """Step and clear the gradients; return whether the strategy stepped."""
-        stepped = bool(self.strategy.step(self.optimizer))
+    def step(self) -> None:
+        """Step and clear the gradients."""
+        demand(self.strategy.step(self.optimizer), "step returned False, although all gradients were finite.")
         self.optimizer.zero_grad()
-        return stepped
 
     def solve(
         self,
@@ -164,10 +154,7 @@ class PreparedRun:
         make: Callable[[Sequence[nn.Parameter]], Optimizer] = sgd,
         before_step: Callable[[nn.Module], Any] = lambda _: None,
     ) -> nn.Module:
-        """Train the network of seed 0 on full batches with plain PyTorch.
-
-        `before_step` is called with the model between backward pass and step.
-        """
+        """Train the network of seed 0 on full batches with plain PyTorch."""
         model = self.subject.model()
         optimizer = make([*model.parameters()])
         for step in range(steps):
@@ -192,25 +179,6 @@ class PreparedRun:
             alone(*self.rows(0, self.strategy.sharding.shard_index)).backward()
             self.subject.demand_equal(local, gradients(alone), what)
 
-    def save_full(self, folder: Path) -> None:
-        """Save the full states on rank 0."""
-        states, keep = self.strategy.states, self.subject.runtime.topology.is_main
-        weights = states.full_state_dict(self.model, keep=keep)
-        optimizer = states.full_optimizer_state(self.optimizer, [self.model], keep=keep)
-        if keep:
-            torch.save([weights, optimizer], folder / "full.bin")
-
-    def load_full(self, folder: Path) -> None:
-        """Load the files of `save_full`."""
-        weights, optimizer = torch.load(folder / "full.bin", map_location="cpu", weights_only=True)
-        self.strategy.states.load_full_state_dict(self.model, weights)
-        self.strategy.states.load_full_optimizer_state(self.optimizer, [self.model], optimizer)
-
-    def load_native(self, folder: Path) -> None:
-        """Load the engine's own files, the second model first."""
-        for index in (1, 0):
-            self.strategy.states.load_native(self.model, folder, index)
-
 
 def start(
     subject: StrategySubject,
@@ -227,14 +195,12 @@ def start(
 
 def sharding_covers_every_shard(subject: StrategySubject) -> None:
     """Every rank has the same number of shards, and together they cover all of them."""
-    sharding = subject.make().sharding
-    shards = subject.runtime.collectives.all_gather_object((sharding.num_shards, sharding.shard_index))
+    own = subject.make().sharding
+    shards = subject.runtime.collectives.all_gather_object((own.num_shards, own.shard_index))
+    wanted = {(own.num_shards, index) for index in range(own.num_shards)}
     demand(
-        {number for number, _ in shards} == {sharding.num_shards},
-        f"the ranks disagree on num_shards: {shards}.",
+        {*shards} == wanted, f"the ranks have (num_shards, shard_index) of {shards}, not {sorted(wanted)}."
     )
-    missing = {*range(sharding.num_shards)} - {index for _, index in shards}
-    demand(not missing, f"no rank has the shards {sorted(missing)} of {sharding.num_shards}.")
 
 
 def unwrapping_undoes_wrapping(subject: StrategySubject) -> None:
@@ -242,18 +208,15 @@ def unwrapping_undoes_wrapping(subject: StrategySubject) -> None:
     strategy, model, frozen = subject.make(), subject.model(), subject.model()
     frozen.requires_grad_(requires_grad=False)
     names = [*model.state_dict()]
-    bundle = Bundle(
-        models=[model], optimizers=[sgd([*model.parameters()])], dataloaders=["a", "b"], others=["c"]
-    )
+    bundle = Bundle(models=[model], optimizers=[sgd([*model.parameters()])], dataloaders=["a"], others=["c"])
     strategy.check(bundle)
     wrapped = strategy.wrap(bundle)
-    passed = [*wrapped.dataloaders], [*wrapped.others]
-    demand(passed == (["a", "b"], ["c"]), "wrap changed an object that it should pass through.")
-    core = strategy.unwrap(wrapped.models[0])
-    demand(core is model, "unwrap(wrap(model)) is not the model.")
+    core, others = strategy.unwrap(wrapped.models[0]), [*wrapped.dataloaders, *wrapped.others]
     full_names = [*strategy.states.full_state_dict(wrapped.models[0])]
     own = [name for name in names if name in core.state_dict()]  # an engine may have parts on other ranks
     is_renamed = full_names != names or [*core.state_dict()] != own
+    demand(others == ["a", "c"], "wrap changed an object that it should pass through.")
+    demand(core is model, "unwrap(wrap(model)) is not the model.")
     demand(not is_renamed, "wrap changed the names in the model's state dict.")
     demand(strategy.unwrap(core) is core, "unwrap changed a model that is not wrapped.")
     again = strategy.wrap(wrapped)
@@ -274,7 +237,7 @@ def training_equals_one_process(subject: StrategySubject) -> None:
         run = start(subject, make)
         for step in range(STEPS):
             run.backward(run.shard(step))
-            demand(run.step(), "step returned False although all gradients were finite.")
+            run.step()
         run.demand_state(run.solve(STEPS, make), f"after {STEPS} steps of {make.__name__}")
 
 
@@ -356,7 +319,8 @@ def gradients_can_be_divided_by_items(subject: StrategySubject) -> None:
             if parameter.grad is not None:  # a rank may have no part of it
                 parameter.grad.div_(items / subject.runtime.topology.world_size)
     run.step()
-    counts = {(step, index): 1 + index + 2 * step for step in (0, 1) for index in range(run.num_shards)}
+    shards = range(run.strategy.sharding.num_shards)
+    counts = {(step, index): 1 + index + 2 * step for step in (0, 1) for index in shards}
     for (step, index), count in counts.items():
         (right(*run.rows(step, index, count)) * count / sum(counts.values())).backward()
     sgd([*right.parameters()]).step()
@@ -366,26 +330,31 @@ def gradients_can_be_divided_by_items(subject: StrategySubject) -> None:
 def saved_state_is_loaded(subject: StrategySubject) -> None:
     """Model and optimizer continue after loading as without a save and load."""
     run, exact = start(subject, adamw), replace(subject, tolerance=0.0)
-    folder, states = subject.directory, run.strategy.states
+    file, states, keep = subject.directory / "full.bin", run.strategy.states, subject.runtime.topology.is_main
     run.backward(run.shard(0))
     run.step()
     before = run.state()
-    one_by_one: dict[str, Any] = {}
-    for part in states.iter_full_state_dict(run.model):
-        one_by_one |= part
-    exact.demand_equal(one_by_one, before, "the state dict in parts")
-    run.save_full(folder)
-    loads: list[Callable[[PreparedRun, Path], None]] = [PreparedRun.load_full]
-    if states.is_sharded and states.form() is StateForm.NATIVE:
-        loads.append(PreparedRun.load_native)
-        for index in (0, 1):  # as for two models and optimizers
-            states.save_native(run.model, folder, index)
+    parts = [item for part in states.iter_full_state_dict(run.model) for item in part.items()]
+    exact.demand_equal(dict(parts), before, "the state dict in parts")
+    weights = states.full_state_dict(run.model, keep=keep)
+    optimizer = states.full_optimizer_state(run.optimizer, [run.model], keep=keep)
+    if keep:
+        torch.save([weights, optimizer], file)
+    is_native = states.is_sharded and states.form() is StateForm.NATIVE
+    for index in (0, 1) if is_native else ():  # as for two models and optimizers
+        states.save_native(run.model, subject.directory, index)
     subject.runtime.collectives.barrier()
-    resumed = [start(subject, adamw, seed=7) for _ in loads]
-    for other, load in zip(resumed, loads, strict=True):
+    resumed = [start(subject, adamw, seed=7) for _ in ("full", "native")[: 1 + is_native]]
+    for position, other in enumerate(resumed):
         other.backward(other.shard(3))
         other.step()
-        load(other, folder)
+        loading = other.strategy.states
+        if position == 0:
+            weights, optimizer = torch.load(file, map_location="cpu", weights_only=True)
+            loading.load_full_state_dict(other.model, weights)
+            loading.load_full_optimizer_state(other.optimizer, [other.model], optimizer)
+        for index in (1, 0) if position == 1 else ():
+            loading.load_native(other.model, subject.directory, index)
         subject.runtime.collectives.barrier()
         exact.demand_equal(other.state(), before, "the loaded model")
     for each in (run, *resumed):
@@ -403,10 +372,11 @@ def ranks_may_run_out_of_batches(subject: StrategySubject) -> None:
             run.backward(run.shard(step))
             run.step()
     optimizer = sgd([*right.parameters()])
-    for step in range(run.num_shards):
+    shards = run.strategy.sharding.num_shards
+    for step in range(shards):
         optimizer.zero_grad()
-        for index in range(step, run.num_shards):  # those that still have batches
-            (right(*run.rows(step, index)) / run.num_shards).backward()
+        for index in range(step, shards):  # those that still have batches
+            (right(*run.rows(step, index)) / shards).backward()
         optimizer.step()
     run.demand_state(right, "after uneven numbers of batches")
 
