@@ -108,7 +108,7 @@ def test_fsdp1_clips_one_model_at_a_time_and_saves_an_optimizer_of_one(tmp_path)
     [optimizer] = together(*models)
     *models, optimizer = accelerator.prepare(*models, optimizer)
     accelerator.backward(sum(loss_of(model, rows_of(accelerator)) for model in models))
-    with pytest.raises(SettingsError, match=r"and 4 are not of this model. FSDP1 computes the norm of one"):
+    with pytest.raises(SettingsError, match=r"and 4 others. FSDP1 computes the norm of one"):
         accelerator.clip_grad_norm_([p for model in models for p in model.parameters()], 0.1)
     norms = [accelerator.clip_grad_norm_(model.parameters(), 0.1).item() for model in models]
     alone = [make_model(), make_model(hidden=5)]

@@ -277,37 +277,34 @@ def tile_mlps(model: nn.Module, tile_size: int) -> None:
     Raises:
         UnsupportedError: The blocks have no MLP, or one that does not process tokens independently.
     """
-    name = type(model).__qualname__
+    name, option = type(model).__qualname__, f"mlp_tile_size={tile_size!r}"
     mlps = {path: part for path, part in model.named_modules() if _MLP.search(path)}
     if not mlps:
         raise UnsupportedError(
-            f"mlp_tile_size={tile_size!r}: {name} has no blocks with a module 'mlp', 'feed_forward' or 'ffn'."
-            " Leave it out, and call accel_plugins.tiling.tiled_mlp in the model's own forward."
+            f"{option}: {name} has no blocks with a module 'mlp', 'feed_forward' or 'ffn'. Leave it out, and "
+            "call accel_plugins.tiling.tiled_mlp in the model's own forward."
         )
+
+    def tiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def tiled(self: nn.Module, hidden: Tensor) -> Tensor:
+            return tiled_mlp(MethodType(forward, self), hidden, tile_size=tile_size)
+
+        return tiled
+
     for path, mlp in mlps.items():
         parts = {part.rpartition(".")[2] for part, _ in mlp.named_modules()}
-        if parts & {"experts", "gate", "router"}:
-            raise UnsupportedError(
-                f"mlp_tile_size={tile_size!r}: {path!r} of {name} sends tokens to experts, whose balance is "
-                "that of all tokens. Leave it out."
-            )
         required = [p for p in inspect.signature(mlp.forward).parameters.values() if p.default is p.empty]
-        if len([p for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]) != 1:
-            raise UnsupportedError(
-                f"mlp_tile_size={tile_size!r}: {path!r} of {name} takes more than hidden states. Remove "
-                "this option."
-            )
-        _replace(mlp, lambda forward: _tiled_forward(forward, tile_size))
+        reason = ""
+        if parts & {"experts", "gate", "router"}:
+            reason = "sends tokens to experts, whose balance is that of all tokens"
+        elif len([p for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]) != 1:
+            reason = "takes more than hidden states"
+        if reason:
+            raise UnsupportedError(f"{option}: {path!r} of {name} {reason}. Leave it out.")
+        _replace(mlp, tiled_forward)
 
 
 _MLP = re.compile(r"(?:^|\.)\d+\.(?:mlp|feed_forward|ffn)$")
-
-
-def _tiled_forward(forward: Callable[..., Any], tile_size: int) -> Callable[..., Any]:
-    def tiled(self: nn.Module, hidden: Tensor) -> Tensor:
-        return tiled_mlp(MethodType(forward, self), hidden, tile_size=tile_size)
-
-    return tiled
 
 
 def chunk_loss(model: nn.Module, chunk_size: int) -> None:
@@ -326,17 +323,13 @@ def chunk_loss(model: nn.Module, chunk_size: int) -> None:
             f"loss_chunk_size={chunk_size!r}: {name} is not a causal language model of transformers. Remove "
             "this option, and call accel_plugins.tiling.chunked_cross_entropy in the model's own forward."
         )
-    head = causal.get_output_embeddings()
+    head, reason = causal.get_output_embeddings(), ""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        raise UnsupportedError(
-            f"loss_chunk_size={chunk_size!r}: the head of {name} is {type(head).__qualname__}, and the loss "
-            "in chunks multiplies by the weight of a Linear. Leave it out."
-        )
-    if getattr(causal.loss_function, "__name__", "") != "ForCausalLMLoss":
-        raise UnsupportedError(
-            f"loss_chunk_size={chunk_size!r}: {name} has the loss function {causal.loss_function!r}, and the "
-            "loss in chunks is the cross-entropy of the next token. Leave it out."
-        )
+        reason = f"its head is {type(head).__qualname__}, not Linear"
+    elif getattr(causal.loss_function, "__name__", "") != "ForCausalLMLoss":
+        reason = f"it has the loss function {causal.loss_function!r}, not that of the next token"
+    if reason:
+        raise UnsupportedError(f"loss_chunk_size={chunk_size!r} with {name}: {reason}. Leave it out.")
     _replace(head, _forward_of_head)
     _replace(causal, lambda forward: _forward_of_model(forward, chunk_size))
 

@@ -30,7 +30,7 @@ _LATE = ". The step started in the backward pass and cannot be undone. Pass Host
 class _Step:
     """A started step of one parameter: its options, the version of its gradient, and its future."""
 
-    options: tuple[Any, ...]
+    options: Mapping[str, Any]
     version: int
     done: Future[Any]
 
@@ -92,7 +92,7 @@ class HostAdamW(torch.optim.Optimizer):
         self._overlaps: bool | None = None  # None: the first step decides
         self._seen: dict[Tensor, tuple[int, Tensor]] = {}  # of gradients in the first backward pass
         self._begun: dict[Tensor, _Step] = {}
-        self._options: dict[Tensor, tuple[Any, ...]] = {}
+        self._options: dict[Tensor, Mapping[str, Any]] = {}
         self._versions: dict[Tensor, int] = {}  # of parameters, after the last step
         self._staging: dict[Tensor, tuple[Tensor, Callable[[Tensor, Tensor], None]]] = {}  # and copy function
         self._copies: dict[torch.device, Any] = {}  # streams for copies
@@ -134,10 +134,8 @@ class HostAdamW(torch.optim.Optimizer):
             elif begun.options != _options_of(group):
                 raise RuntimeError("A learning rate was changed between backward() and step()" + _LATE)
         for parameter, begun in self._begun.items():
-            value = local_part(parameter)
-            done = begun.done.result()
-            streams = device_streams(value.device)
-            if streams is not None:
+            value, done = local_part(parameter), begun.done.result()
+            if (streams := device_streams(value.device)) is not None:
                 streams.current_stream().wait_event(done)
             self._versions[parameter] = value._version
         if self._overlaps is None:
@@ -212,7 +210,7 @@ class HostAdamW(torch.optim.Optimizer):
             with torch.no_grad():
                 self._begun[parameter] = self._begin(parameter, self._options[parameter])
 
-    def _begin(self, parameter: Tensor, options: tuple[Any, ...]) -> _Step:
+    def _begin(self, parameter: Tensor, options: Mapping[str, Any]) -> _Step:
         """Copy the gradient to the host, and submit the update to the thread."""
         value, gradient = local_part(parameter.detach()), local_part(gradient_of(parameter))
         version = local_part(cast("Tensor", parameter.grad))._version
@@ -291,34 +289,20 @@ def _sample(gradient: Tensor) -> Tensor:
     return local_part(gradient).detach().reshape(-1)[:8].clone()
 
 
-def _options_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    own = {"eps": group["eps"], "weight_decay": group["weight_decay"]}
+    return {"lr": float(group["lr"]), "beta1": group["betas"][0], "beta2": group["betas"][1], **own}
 
 
 @torch.no_grad()
-def _update(state: Mapping[str, Tensor], gradient: Tensor, options: tuple[Any, ...], value: Tensor) -> None:
+def _update(state: Mapping[str, Tensor], gradient: Tensor, options: Mapping[str, Any], value: Tensor) -> None:
     """Step the state of a parameter, on the host, and copy the master weights to its value."""
-    lr, beta1, beta2, eps, weight_decay = options
     if not gradient.numel():
         state["step"].add_(1)
         return
-    adamw(
-        [state["master"]],
-        [gradient.float()],
-        [state["exp_avg"]],
-        [state["exp_avg_sq"]],
-        [],
-        [state["step"]],
-        foreach=False,
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=eps,
-        maximize=False,
-    )
+    moments = [state["exp_avg"]], [state["exp_avg_sq"]], []
+    fixed: dict[str, Any] = {"foreach": False, "fused": True, "amsgrad": False, "maximize": False}
+    adamw([state["master"]], [gradient.float()], *moments, [state["step"]], **fixed, **options)
     value.copy_(state["master"])
 
 

@@ -74,14 +74,14 @@ class ReplicaGroups:
         self._is_sharded = is_sharded
         self._tensors: list[dict[str, Tensor]] = []  # of the models
         self._has_begun = False
-        self._apart, self._sync = apart, None
+        self.apart, self._sync = apart, None
         self._store: Any = None
         self._read: Callable[[], StateDict] = dict
         self._restore: Callable[[StateDict, bool], Mapping[Any, StateDict]] = lambda *_: {}
         self._load_last: Callable[[], str | None] = lambda: None
         self._saved: StateDict = {}
         self._is_open = False
-        self._commits = True
+        self._commits, self._agreed = True, 0
         self._is_resumed = False
         self._jumps: dict[int, StateDict] = {}
         self._participants = settings.groups
@@ -174,17 +174,12 @@ class ReplicaGroups:
         if self._runtime.topology.world_size > 1:
             dist.all_reduce(buffer)
             buffer.div_(self._runtime.topology.world_size)
-        if self._apart is None:
+        if self.apart is None:
             self.average_shard(buffer)
         devices: Any = None if buffer.device.type == "cpu" else [buffer.device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         future.set_result(buffer)
         return future
-
-    @property
-    def averages_gradients(self) -> bool:
-        """Whether groups agree in every step; else gradients are averaged only within a group."""
-        return self._apart is None
 
     def average_shard(self, gradients: Tensor) -> None:
         """Average gradients, in place, over the ranks of the same index in all groups."""
@@ -192,27 +187,20 @@ class ReplicaGroups:
 
     def commits(self) -> bool:
         """Whether the optimizers step: all groups of the quorum have the gradients. Heals this group."""
-        if self._is_open and self._apart is None:
+        self._agreed = self.manager.current_step() if self.manager else 0
+        if self._is_open and self.apart is None:
             self._is_open = False
-            before = self.manager.current_step()
             self._commits = bool(self.manager.should_commit())
-            if self._commits and not before and not self._is_sharded:
+            if self._commits and not self._agreed and not self._is_sharded:
                 self.equalize(self.models)  # where torchft has healed each rank from another group
-            self._report(before)
+            self._report(commits=self._commits)
         return self._commits
 
-    def after_step(self, before: int) -> None:
-        """Report the sync of groups that train independently, if the step ended with one after `before`."""
+    def after_step(self) -> None:
+        """Report the sync of groups that train independently, if the step ended with one."""
         self._is_open = False
         if self._sync is not None and self._sync._local_step == 0:
-            self._commits = self.manager.current_step() > before
-            self._report(before)
-            self._commits = True  # every group steps
-
-    @property
-    def num_agreed(self) -> int:
-        """Number of steps, or syncs, that the groups have agreed on."""
-        return 0 if self.manager is None else self.manager.current_step()
+            self._report(commits=self.manager.current_step() > self._agreed)
 
     def release(self) -> None:
         """Shut down the manager, and release models and optimizers."""
@@ -231,11 +219,11 @@ class ReplicaGroups:
         self._load_checkpoint_once()
         self.manager = manager = self._make_manager()
         manager.load_state_dict({"step": 0, "batches_committed": 0} | self._saved)
-        if self._apart is not None and self.settings.restarts:
+        if self.apart is not None and self.settings.restarts:
             self._has_begun = True
-            self._sync = self._make_sync(self._apart)
+            self._sync = self._make_sync(self.apart)
             self._sync._local_step = (
-                self._apart.sync_every - 1
+                self.apart.sync_every - 1
             )  # its first step ends with the others' next sync
             return
         deadline = monotonic() + START_S
@@ -250,13 +238,13 @@ class ReplicaGroups:
             manager.start_quorum()
         # Later quorums form during the forward pass. The first was awaited, so that all groups begin with the
         # same weights, and with a batch that counts.
-        manager._use_async_quorum = self._apart is None
+        manager._use_async_quorum = self.apart is None
         self._has_begun = True
         if not self.settings.restarts and not manager.current_step():
             self._take_first_weights()
-        if self._apart is not None:
+        if self.apart is not None:
             manager.should_commit()  # in step 0 torchft would replace weights in the first sync, too
-            self._sync = self._make_sync(self._apart)
+            self._sync = self._make_sync(self.apart)
         if self.settings.restarts and manager.is_participating() and not manager.current_step():
             self._warn(
                 "Replica group %d was restarted, found no checkpoint, and no group is further: it "
@@ -332,7 +320,7 @@ class ReplicaGroups:
             hostname=host,
             timeout=timeout,
             quorum_timeout=timedelta(seconds=_QUORUM_S),
-            use_async_quorum=bool(self.settings.restarts) and self._apart is None,
+            use_async_quorum=bool(self.settings.restarts) and self.apart is None,
         )
 
     def _own_address(self) -> str:
@@ -363,7 +351,7 @@ class ReplicaGroups:
         for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, own)
         # A group that trains independently sends its state after it has counted the step.
-        positions = self._restore(state["shared"], self._apart is None and not self._is_open)
+        positions = self._restore(state["shared"], self.apart is None and not self._is_open)
         if step:
             self._jumps = {id(loader): position for loader, position in positions.items()}
             self._warn(
@@ -379,12 +367,12 @@ class ReplicaGroups:
         if self._runtime.topology.rank == 0:
             logger.warning(message, *arguments)
 
-    def _report(self, before: int) -> None:
+    def _report(self, *, commits: bool) -> None:
         """Log abandoned steps, once per change of the groups that are present."""
         groups, present = self.settings.groups, self.manager.num_participants()
-        if not self._commits:
+        if not commits:
             reason = self.manager.errored() or f"{present} of {groups} groups are present"
-            self._warn("%s %d is given up: %s.", self._unit.capitalize(), before + 1, reason)
+            self._warn("%s %d is given up: %s.", self._unit.capitalize(), self._agreed + 1, reason)
         if present == self._participants:
             return
         step, self._participants = self.manager.current_step(), present
@@ -403,4 +391,4 @@ class ReplicaGroups:
     @property
     def _unit(self) -> str:
         """The unit in which the manager counts, for messages."""
-        return "step" if self._apart is None else "sync"
+        return "step" if self.apart is None else "sync"

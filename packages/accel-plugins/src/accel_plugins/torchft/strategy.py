@@ -18,7 +18,7 @@ from accel_plugins.ddp import DdpStrategy, DistributedDataParallelKwargs
 from accel_plugins.fsdp.fsdp2 import Fsdp2Strategy, check_version
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import ReplicaSyncKwargs
-from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy
+from accel_plugins.strategy import Bundle, Feature, PrecisionPolicy
 from accel_plugins.torchft.groups import ReplicaGroups
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.labels import DDPCommunicationHookType
@@ -107,7 +107,7 @@ class ShardedReplicaStrategy(Fsdp2Strategy):
             if is_known or not any(parameter.requires_grad for parameter in model.parameters()):
                 continue
             for module in model.modules():
-                if isinstance(module, FSDPModule) and self.groups.averages_gradients:
+                if isinstance(module, FSDPModule) and self.groups.apart is None:
                     module.set_all_reduce_hook(self.groups.average_shard)
             _open_before(model, self.groups)
             self.groups.models.append(model)
@@ -138,13 +138,6 @@ def _check(settings: Settings, runtime: Runtime) -> None:
         )
 
 
-FEATURES = PLAIN_FEATURES - {
-    Feature.UNEVEN_INPUTS,
-    Feature.ITEM_COUNTS,  # they would cover only one group
-}
-"""The features of replica groups."""
-
-
 def _extend(strategy: ReplicaStrategy | ShardedReplicaStrategy, settings: ReplicaSettings) -> None:
     """Extend the strategy of one group's ranks to all groups."""
     own = strategy.sharding
@@ -153,7 +146,7 @@ def _extend(strategy: ReplicaStrategy | ShardedReplicaStrategy, settings: Replic
         num_shards=settings.groups * own.num_shards,
         shard_index=settings.group * own.num_shards + own.shard_index,
     )
-    strategy.features &= FEATURES
+    strategy.features -= {Feature.UNEVEN_INPUTS, Feature.ITEM_COUNTS}  # counts would cover only one group
     strategy.generators = strategy.replicas = strategy.groups
 
 
@@ -166,10 +159,9 @@ def _step(
     """Step if the groups agree; otherwise the step is skipped."""
     groups = strategy.groups
     if groups.commits():
-        before = groups.num_agreed
         stepped = step(optimizer, closure)
         if stepped is not False:
-            groups.after_step(before)
+            groups.after_step()
         return stepped
     if (scaler := strategy.precision.scaler) is not None:
         scaler.update(scaler.get_scale())  # clears the state of already unscaled gradients
