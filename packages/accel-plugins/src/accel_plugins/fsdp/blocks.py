@@ -55,28 +55,21 @@ def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.
     return {kind for name in wanted for kind in classes.get(name, ())}
 
 
-class SizePolicy:
-    """Wrap policy that selects modules by the number of their parameters outside of selected submodules.
+def size_policy(least: int) -> Callable[[nn.Module], bool]:
+    """Return a wrap policy by the number of parameters outside of selected submodules.
 
-    Call it bottom-up, as `fully_shard` is applied. It never selects modules without a forward, such as
-    `ModuleList`.
+    It is called bottom-up, and never selects modules without a forward, such as `ModuleList`.
     """
+    wrapped: set[int] = set()
 
-    def __init__(self, least: int) -> None:
-        self.least = least
-        self._wrapped: set[int] = set()
-
-    def __call__(self, module: nn.Module) -> bool:
-        """Return whether to shard the module separately."""
-        sizes = {
-            id(parameter): parameter.numel()
-            for parameter in module.parameters()
-            if id(parameter) not in self._wrapped
-        }
-        if sum(sizes.values()) < max(self.least, 1) or not _has_forward(module):
+    def selects(module: nn.Module) -> bool:
+        sizes = {id(p): p.numel() for p in module.parameters() if id(p) not in wrapped}
+        if sum(sizes.values()) < max(least, 1) or not _has_forward(module):
             return False
-        self._wrapped |= sizes.keys()
+        wrapped.update(sizes)
         return True
+
+    return selects
 
 
 def fsdp2_prepare_auto_wrap_policy(

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from accel_plugins.fsdp.blocks import POLICIES, SizePolicy, classes_named
+from accel_plugins.fsdp.blocks import POLICIES, classes_named, size_policy
 from accel_plugins.kwargs import expect_flags, is_count, resolve_fields
 from accel_plugins.sharding.state import StateForm
 from accel_state import environ
@@ -230,7 +230,7 @@ class FullyShardedDataParallelPlugin:
             least = self.min_num_params or 0
             self.auto_wrap_policy = partial(size_based_auto_wrap_policy, min_num_params=least)
             if self.version == 2:
-                self.auto_wrap_policy = SizePolicy(least)
+                self.auto_wrap_policy = size_policy(least)
         elif self.auto_wrap_policy == "no_wrap":
             self.auto_wrap_policy = None
 
