@@ -44,9 +44,7 @@ def compare(records: Records) -> list[Diagnosis]:
         if has_stopped and name not in {"data", "clocks"}:
             continue
         if name == "resume" and (
-            first.differs_by
-            or random_numbers(records)
-            or any(made.differs or made.name == "numbers-not-compared" for made in diagnoses)
+            first.differs_by or random_numbers(records) or any(map(_is_not_equal, diagnoses))
         ):
             records = {run: of_run for run, of_run in records.items() if run != RESCALED}
         found = [
@@ -56,12 +54,14 @@ def compare(records: Records) -> list[Diagnosis]:
         ]
         found += [made._replace(check=name) for made in check(records)]
         diagnoses += found
-        is_equal = not has_stopped and not any(
-            made.differs or made.name == "numbers-not-compared" for made in found
-        )
+        is_equal = not has_stopped and not any(map(_is_not_equal, found))
         if is_equal and (text := _equal(name, records)):
             diagnoses.append(Diagnosis("", text, check=name))
     return diagnoses
+
+
+def _is_not_equal(diagnosis: Diagnosis) -> bool:
+    return diagnosis.differs or diagnosis.name == "numbers-not-compared"
 
 
 def _equal(name: str, records: Records) -> str:
@@ -311,8 +311,13 @@ def _compare_step(
         if not passes:
             return Diagnosis("gradients-differ", text)
         text += f"; loss {_loss(ranks, start):.6g}, on one process {_loss([single], start):.6g}"
-        explained = _explain(ranks, single, step, expected, passes, grown)
-        return Diagnosis(explained, text, first.backwards[start].where)
+        named = next(filter(None, (_normalisation(ranks, single, index) for index in passes)), None)
+        if named is None and _have_a_factor(step, expected, grown):
+            named = "gradients-scaled"
+        elif named is None:
+            is_padded = any(_have_other_shapes(ranks, index) for index in passes)
+            named = "mask-dropped" if is_padded else "gradients-differ"
+        return Diagnosis(named, text, first.backwards[start].where)
     # 3. Losses, where the gradients are not compared.
     for index in passes if first.losses else ():
         loss, other = _loss(ranks, index), _loss([single], index)
@@ -338,23 +343,6 @@ def _first_weight(
         if other is not None and not is_noise and distance(digest, other) > 10 * tolerance:
             return f"{name} has the norm {digest.norm:.6g}, on one process {other.norm:.6g}"
     return None
-
-
-def _explain(
-    ranks: Sequence[RunRecord],
-    single: RunRecord,
-    step: Step,
-    expected: Step,
-    passes: Iterable[int],
-    tolerance: float,
-) -> str:
-    """Name a difference of gradients."""
-    for index in passes:
-        if name := _normalisation(ranks, single, index):
-            return name
-    if _have_a_factor(step, expected, tolerance):
-        return "gradients-scaled"
-    return "mask-dropped" if any(_have_other_shapes(ranks, index) for index in passes) else "gradients-differ"
 
 
 def _normalisation(ranks: Sequence[RunRecord], single: RunRecord, index: int) -> str | None:
@@ -394,17 +382,12 @@ def _have_a_factor(step: Step, expected: Step, tolerance: float) -> bool:
         if digest and (other := expected.gradients.get(name)) and other.norm > 1e-2 * total
     ]
     factor = pairs[0][0].norm / pairs[0][1].norm if pairs else 1.0
-    return (
-        factor != 0
-        and abs(factor - 1) > tolerance
-        and all(
-            distance(
-                digest, replace(other, norm=factor * other.norm, values=[factor * v for v in other.values])
-            )
-            <= 2 * tolerance
-            for digest, other in pairs
-        )
-    )
+    scaled = [
+        replace(other, norm=factor * other.norm, values=tuple(factor * value for value in other.values))
+        for _, other in pairs
+    ]
+    are_near = (distance(own, other) <= 2 * tolerance for (own, _), other in zip(pairs, scaled, strict=True))
+    return factor != 0 and abs(factor - 1) > tolerance and all(are_near)
 
 
 def first_difference(

@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
 from itertools import zip_longest
@@ -103,7 +103,7 @@ class TrainingRecorder(Observer):
         self._open_passes = 0
         self._reduces: list[bool] = []  # whether gradients are averaged in each backward pass
         self._waits: Counter[str] = Counter()
-        self._random = ""
+        self._random: tuple[str, ...] = ()  # states of generators before the script draws from them
         self._started = self._idle_since = time.perf_counter()
 
     @property
@@ -172,17 +172,14 @@ class TrainingRecorder(Observer):
             record.differs_by = f"the communication hook {handler.comm_hook.value!r} rounds gradients"
         for loader in self._prepared.dataloaders:
             if isinstance(loader, DataLoaderDispatcher) and not accelerator.split_batches:
-                self._per_round[id(_shard_of(loader))] = record.shards
+                self._per_round[id(getattr(loader, "index_shard", None))] = record.shards
         for model in bundle.models:
             for name, module in extract_model_from_parallel(model).named_modules():
                 if any(True for _ in module.parameters(recurse=False)):
-                    module.register_forward_pre_hook(functools.partial(self._record_module, name))
+                    module.register_forward_pre_hook(lambda *_, name=name: record.modules.setdefault(name))
                 if isinstance(module, nn.RNNBase):
                     module.dropout = 0.0
         return bundle
-
-    def _record_module(self, name: str, *_: Any) -> None:
-        self.record.modules.setdefault(name)
 
     # 2. What loaders yield.
 
@@ -202,9 +199,9 @@ class TrainingRecorder(Observer):
                 other.process_index = index
                 by_rank.append([*iterate(other, position, shard.order)])
                 reals.append(other.padded)
-            rounds = [*zip_longest(*by_rank, fillvalue=())]
-            batches, padded = [[sample for batch in together for sample in batch] for together in rounds], {}
-            for number, together in enumerate(rounds):
+            batches, padded = [], {}
+            for number, together in enumerate(zip_longest(*by_rank, fillvalue=())):
+                batches.append([sample for batch in together for sample in batch])
                 pairs = zip(reals, together, strict=True)
                 real = sum(of_rank.get(number, len(batch)) for of_rank, batch in pairs)
                 if real != len(batches[number]):
@@ -215,9 +212,7 @@ class TrainingRecorder(Observer):
         stop = (self.limit - 1) * per_round - first
         retained = [number for number in range(len(batches)) if number >= last or number < stop]
         shard.padded.clear()
-        shard.padded.update(
-            {retained.index(number): padded[number] for number in padded if number in retained}
-        )
+        shard.padded.update({new: padded[old] for new, old in enumerate(retained) if old in padded})
         plan = tuple(tuple(batch[: padded.get(number, len(batch))]) for number, batch in enumerate(batches))
         self._plans[id(shard)] = plan, [batches[number] for number in retained]
         yield from self._plans[id(shard)][1]
@@ -245,7 +240,8 @@ class TrainingRecorder(Observer):
             text = f"each worker has its own copy of the data set's {', '.join(generators)}"
             self.found("data", "generator-in-workers", text, where)
         record.passes.append(this_pass)
-        resolve, shard = _original_indices(loader.dataset), _shard_of(loader)
+        resolve = functools.partial(_original_index, loader.dataset)
+        shard = getattr(loader, "index_shard", None)
         retained: list[list[int]] | None = None
         inner: Any = None
         count = 0
@@ -263,7 +259,7 @@ class TrainingRecorder(Observer):
                 is_cut = retained is None and count == limit
                 if is_cut and is_prepared:
                     vars(loader).update(end_of_dataloader=True, remainder=0)
-                self._random = _digest_of_generators()
+                self._random = _states_of_generators()
                 yield batch
                 self._save()
                 if is_cut:
@@ -328,9 +324,9 @@ class TrainingRecorder(Observer):
     def record_backward(self, loss: Any, items: Any) -> None:
         """Record a backward pass."""
         record = self.record
-        if self._random and self._random != _digest_of_generators():
+        if self._random and self._random != _states_of_generators():
             record.draws = record.draws or source_line()
-        self._random = ""
+        self._random = ()
         if record.batches:
             self._training.add(record.batches[-1].loader)
         record.pauses.append(time.perf_counter() - self._idle_since)
@@ -354,7 +350,7 @@ class TrainingRecorder(Observer):
 
     def end_backward(self) -> None:
         """Begin to measure what the rank does until the next backward pass."""
-        self._random = _digest_of_generators()
+        self._random = _states_of_generators()
         self._idle_since = time.perf_counter()
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -363,10 +359,9 @@ class TrainingRecorder(Observer):
             return
         prepared, record = self._prepared, self.record
         if not record.steps:
-            known = [schedule.scheduler for schedule in prepared.schedulers]
-            for schedule in (made for made in gc.get_objects() if isinstance(made, LRScheduler)):
-                is_prepared = any(schedule is wrapped for wrapped in known)
-                record.schedules[type(schedule).__name__] = is_prepared
+            known = {id(schedule.scheduler) for schedule in prepared.schedulers}
+            made = [schedule for schedule in gc.get_objects() if isinstance(schedule, LRScheduler)]
+            record.schedules = {type(schedule).__name__: id(schedule) in known for schedule in made}
         parameters = self._by_name(optimizer)
         owned = {id(parameter) for known in prepared.optimizers for parameter in _parameters(known)}
         if {id(parameter) for parameter in _parameters(optimizer)} & {*self._names()} - owned:
@@ -452,7 +447,7 @@ def _number(known: list[Any], item: Any) -> int:
     """Return the position of an object in a list, to which it is added if it is new."""
     if not any(item is other for other in known):
         known.append(item)
-    return next(index for index, other in enumerate(known) if other is item)
+    return [id(other) for other in known].index(id(item))
 
 
 def _cut(bundle: Bundle, blocks: int) -> None:
@@ -485,20 +480,11 @@ def digest(tensor: Tensor) -> Digest:
     return Digest(norm=float(flat.norm()), values=(float(flat.sum()), *samples), dtype=dtype)
 
 
-def _digest_of_generators() -> str:
-    """Return a digest of the state of the default generators that a script draws from."""
-    digest_of_all = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
-    digest_of_all.update(repr(random.getstate()).encode())
-    if "numpy" in sys.modules:
-        digest_of_all.update(repr(sys.modules["numpy"].random.get_state()).encode())
-    for state in torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ():
-        digest_of_all.update(state.numpy().tobytes())
-    return digest_of_all.hexdigest()
-
-
-def _shard_of(loader: Any) -> Any:
-    """Return the batches of indices that a prepared loader reads; None if it reads a stream."""
-    return getattr(loader, "index_shard", None)
+def _states_of_generators() -> tuple[str, ...]:
+    """Return the states of the default generators that a script draws from."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+    of_numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else ()
+    return (repr(random.getstate()), repr(of_numpy), *(state.numpy().tobytes().hex() for state in states))
 
 
 def _parameters(optimizer: Any) -> Iterator[Tensor]:
@@ -510,26 +496,19 @@ def _read_batch(loader: Any, number: int, epoch: int, batch: Any, indices: tuple
     tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
     rows = max((len(leaf) for leaf in tensors.values()), default=len(indices))
     columns = [leaf for leaf in tensors.values() if len(leaf) == rows]
+    parts = [leaf.detach().cpu().contiguous() for leaf in columns if leaf.numel()]
+    arrays = [part.view(rows, -1).view(torch.uint8).numpy() for part in parts]
+    digests = (hashlib.sha256(b"".join(array[row].tobytes() for array in arrays)) for row in range(rows))
     real = getattr(loader, "real_in_batch", None)
     return ReadBatch(
         loader=number,
         epoch=epoch,
         indices=indices,
-        rows=tuple(_digest_of_rows(columns, rows)),
+        rows=tuple(of_row.hexdigest() for of_row in digests),
         real=rows if real is None else real,
         counts=_counts(tensors),
         shape=tuple(tuple(leaf.shape[1:]) for leaf in columns),
     )
-
-
-def _digest_of_rows(columns: Sequence[Tensor], rows: int) -> Iterator[str]:
-    arrays = [
-        column.detach().cpu().contiguous().view(rows, -1).view(torch.uint8).numpy()
-        for column in columns
-        if column.numel()
-    ]
-    for row in range(rows):
-        yield hashlib.sha256(b"".join(array[row].tobytes() for array in arrays)).hexdigest()
 
 
 def _counts(tensors: Mapping[str, Tensor]) -> dict[str, float]:
@@ -546,29 +525,19 @@ def _counts(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     return counts
 
 
-def _original_indices(dataset: Any) -> Callable[[Any], Any]:
-    """Return the function from an index to that of the data set below all subsets."""
-    levels: list[Any] = []
+def _original_index(dataset: Any, index: Any) -> Any:
+    """Return the index in the data set below all subsets."""
     while isinstance(dataset, torch.utils.data.Subset):
-        levels.append(dataset.indices)
-        dataset = dataset.dataset
-
-    def resolve(index: Any) -> Any:
-        for indices in levels:
-            index = indices[index]
-        return int(index) if isinstance(index, Tensor) else index
-
-    return resolve
+        dataset, index = dataset.dataset, dataset.indices[index]
+    return int(index) if isinstance(index, Tensor) else index
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return False
     sampler: Any = innermost_sampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
-    return bool(getattr(sampler, "shuffle", isinstance(sampler, _RANDOM)))
-
-
-_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    is_random = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+    return bool(getattr(sampler, "shuffle", is_random))
 
 
 def _generators(dataset: Any) -> tuple[str, ...]:

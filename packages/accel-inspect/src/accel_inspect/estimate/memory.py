@@ -166,14 +166,8 @@ Parts = tuple[dict[str, int], int]
 def _replicated(setup: TrainingSetup, *, buckets: int) -> Parts:
     """Replicated training. DDP's reducer has a second copy of the gradients, in its buckets."""
     sizes = setup.sizes
-    top = max(setup.passes, key=lambda moment: moment.activations + moment.casts + MASTER * moment.gradients)
-    in_passes = top.activations + top.casts + MASTER * top.gradients
-    in_step = MASTER * sizes.trainable + setup.step()
-    gradients, working = (
-        (MASTER * top.gradients, top.activations + top.casts)
-        if in_passes >= in_step
-        else (MASTER * sizes.trainable, setup.step())
-    )
+    passes = [(MASTER * peak.gradients, peak.activations + peak.casts) for peak in setup.passes]
+    gradients, working = max((*passes, (MASTER * sizes.trainable, setup.step())), key=sum)
     optimizer, host = setup.state()
     return {
         "parameters": MASTER * sizes.parameters + sizes.buffers,
@@ -281,27 +275,27 @@ def _zero(
     weights = width * (_ceil(sizes.parameters, setup.devices) if stage == 3 else sizes.parameters)
     optimizer = (MASTER + ADAM) * shard
     bucket = width * buckets.reduce
-    gather_buffer = width * shard if stage == 3 else 0
-    sorting = width * min(buckets.reduce, sizes.trainable) if stage == 3 else 0
-    gathered = width * min(buckets.live, sizes.parameters) if stage == 3 else 0
-    arriving = width * min(buckets.prefetch, sizes.parameters) if stage == 3 else 0
-    passing = width * sizes.largest if stage < 3 and optimizer_offloaded else 0
+    gather_buffer = gathered = passing = 0
+    if stage == 3:
+        gather_buffer = width * shard
+        sorting, arriving = min(buckets.reduce, sizes.trainable), min(buckets.prefetch, sizes.parameters)
+        gathered = width * (min(buckets.live, sizes.parameters) + max(sorting, arriving))
+    elif optimizer_offloaded:
+        passing = width * sizes.largest
 
-    def at(moment: MemoryPeak) -> tuple[int, int, int]:
-        """Return the bytes of gradients, of communication buffers, and of activations."""
-        of_shard = width * min(moment.gradients, shard)
-        unsharded = width * moment.gradients if stage == 1 else 0
-        gradients = gather_buffer if stage == 3 else of_shard + (unsharded or of_shard)
-        communication = bucket + gathered + max(sorting, arriving) + passing
-        return unsharded if optimizer_offloaded else gradients, communication, moment.activations
+    def gradients_at(elements: int) -> int:
+        """Return the bytes of gradients on the device when so many elements are complete."""
+        of_shard, unsharded = width * min(elements, shard), width * elements if stage == 1 else 0
+        if optimizer_offloaded:
+            return unsharded
+        return gather_buffer if stage == 3 else of_shard + (unsharded or of_shard)
 
-    stepping = (
-        MASTER * shard + gather_buffer,
-        bucket if stage == 3 else 0,
-        setup.step(setup.devices, flat=True),
-    )
-    passes = [at(moment) for moment in setup.passes]
-    gradients, communication, working = max(passes if optimizer_offloaded else [*passes, stepping], key=sum)
+    in_passes = bucket + gathered + passing
+    peaks = [(gradients_at(peak.gradients), in_passes, peak.activations) for peak in setup.passes]
+    if not optimizer_offloaded:
+        step = setup.step(setup.devices, flat=True)
+        peaks.append((MASTER * shard + gather_buffer, bucket if stage == 3 else 0, step))
+    gradients, communication, working = max(peaks, key=sum)
     on_device = {
         "parameters": (0 if weights_offloaded else weights) + sizes.buffers,
         "gradients": gradients,
@@ -309,10 +303,10 @@ def _zero(
         "communication": communication,
         "working": working,
     }
-    host = (
-        optimizer + MASTER * shard + (gather_buffer or width * shard) + passing if optimizer_offloaded else 0
-    )
-    return on_device, host + (weights if weights_offloaded else 0)
+    host = weights if weights_offloaded else 0
+    if optimizer_offloaded:
+        host += optimizer + MASTER * shard + width * shard + passing
+    return on_device, host
 
 
 def _megatron(setup: TrainingSetup, *, distributed: bool) -> Parts:
@@ -373,7 +367,7 @@ VARIANTS: Mapping[str, Callable[[TrainingSetup], Parts]] = {
 HEADROOM = 0.9
 """The usable fraction of a device's memory; driver, kernels and fragmentation take the other tenth."""
 
-_MOST_DEVICES = 65536
+_POWERS_OF_TWO = [2**power for power in range(17)]
 
 
 @frozen
@@ -430,12 +424,14 @@ def suggest(
 
 def devices_needed(checkpointed: TrainingSetup, memory: int) -> int | None:
     """Return the smallest power of two of devices on which fully sharded training fits; None if none."""
-    devices = 1
-    while devices <= _MOST_DEVICES:
-        if fits(estimate("FSDP2", replace(checkpointed, devices=devices)), memory):
-            return devices
-        devices *= 2
-    return None
+    return next(
+        (
+            devices
+            for devices in _POWERS_OF_TWO
+            if fits(estimate("FSDP2", replace(checkpointed, devices=devices)), memory)
+        ),
+        None,
+    )
 
 
 def config_of(strategy: str, setup: TrainingSetup, *, checkpointing: bool) -> dict[str, Any]:
