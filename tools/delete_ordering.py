@@ -36,9 +36,6 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDERING = {"wait_event", "wait_stream", "synchronize", "record", "record_stream", "arrived", "wait"}
 TESTS: dict[str, tuple[str, ...]] = {
     "packages/accel-train/src/accel_train/data/transfer.py": ("accel-train/tests/test_side_stream.py",),
-    "packages/accel-train/src/accel_train/checkpoint/staging.py": (
-        "accel-train/tests/test_checkpoint_staging.py",
-    ),
     "packages/accel-bigmodel/src/accel_bigmodel/offloaded_block.py": (
         "accel-bigmodel/tests/test_block_stream.py",
     ),

@@ -101,6 +101,7 @@ def test_what_lives_on_is_copied_to_the_same_memory_and_the_rest_is_released():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's stager pins memory of CUDA and ROCm")
 def test_memory_that_cannot_be_pinned_is_said_and_does(caplog, monkeypatch):
     def run_out(address, nbytes):
         raise RuntimeError("no memory to pin\nmore")
@@ -156,5 +157,5 @@ def test_a_state_on_a_gpu_is_serialised_like_its_copy_in_host_memory():
         state["large"].zero_()
         assert saved(copy) == expected
         assert copy["small"].tolist() == [value] * 3
-        assert copy["large"].is_pinned()
+        assert copy["large"].is_pinned() == torch.cuda.is_available()  # what torch's stager pins
         state["large"].copy_(copy["large"])
