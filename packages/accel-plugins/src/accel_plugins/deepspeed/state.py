@@ -132,17 +132,19 @@ class DeepSpeedStates(States):
                 f"The state dict does not fit {type(module).__name__}: "
                 f"{some_of(problems, most=20, width=300)}."
             )
-        # 2. Copy the weights, and exact values to the master weights.
+        # 2. Copy the weights, and exact values to the master weights; tied ones have several names.
+        masters = _Masters(self.strategy.engine_of(model))
         seen: set[int] = set()
         for name, value in tensors.items():
-            if id(value) not in seen:
-                seen.add(id(value))
-                with GatheredParameters([value], modifier_rank=0):
-                    if not is_sharded(value) or dist.get_rank() == 0:
-                        value.copy_(_read(state[name]))
-        masters = _Masters(self.strategy.engine_of(model))
-        for name, value in tensors.items():
-            masters.load(value, state[name])
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            stored: Any = state[name]  # a tensor, or a safetensors slice
+            full = stored if isinstance(stored, Tensor) else stored[:]
+            with GatheredParameters([value], modifier_rank=0):
+                if not is_sharded(value) or dist.get_rank() == 0:
+                    value.copy_(full)
+            masters.load(value, full)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def model_tensors(self, model: nn.Module) -> StateDict:
@@ -344,11 +346,11 @@ class _Masters:
         master = ds_module("utils").safe_get_full_fp32_param(value)
         return self._plain.get(id(value), value.detach().float()) if master is None else master
 
-    def load(self, value: Tensor, saved: Any) -> None:
+    def load(self, value: Tensor, saved: Tensor) -> None:
         """Load the master weight of a parameter, if it has one."""
         if id(value) not in self._trained:
             return
-        full = _read(saved).to(value.device, torch.float32)
+        full = saved.to(value.device, torch.float32)
         if is_sharded(value):
             ds_module("utils").safe_set_local_fp32_param(value, _local_shard(value, full))
         elif id(value) in self._plain:
@@ -374,11 +376,6 @@ def _flats(owner: DeepSpeedEngineWrapper, group: int) -> list[Tensor]:
 
 def _is_flat(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _read(value: Any) -> Tensor:
-    """Return a tensor, or read it from a safetensors slice."""
-    return value if isinstance(value, Tensor) else value[:]
 
 
 def _on_host(tensor: Tensor) -> Tensor:

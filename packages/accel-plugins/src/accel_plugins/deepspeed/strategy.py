@@ -198,11 +198,10 @@ class DeepSpeedStrategy(Strategy):
         groups: list[list[torch.Tensor]] = []
         if bundle.optimizers:
             optimizer: Any = bundle.optimizers[0]
+            groups = _groups_of(optimizer)
             if isinstance(optimizer, DummyOptim):
                 arguments["model_parameters"] = optimizer.params
-                groups = optimizer.groups()
             else:
-                groups = [[*group["params"]] for group in optimizer.param_groups]
                 arguments["optimizer"] = optimizer
                 is_offloaded = config["zero_optimization"].get("offload_optimizer") is not None
                 if is_offloaded and config.get("zero_force_ds_cpu_optimizer", True):
@@ -358,6 +357,12 @@ def accumulation_of(plugin: GradientAccumulationPlugin | None) -> tuple[int, str
     return steps or 1, "" if steps is None else f"Accelerator(gradient_accumulation_steps={steps!r})"
 
 
+def _groups_of(optimizer: Any) -> list[list[torch.Tensor]]:
+    if isinstance(optimizer, DummyOptim):
+        return optimizer.groups()
+    return [[*group["params"]] for group in optimizer.param_groups]
+
+
 def _find_placeholder(bundle: Bundle) -> DummyScheduler | None:
     return next((item for item in bundle.schedulers if isinstance(item, DummyScheduler)), None)
 
@@ -366,10 +371,10 @@ def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) ->
     """Check that an engine can be built from the prepared objects."""
     models = bundle.models
     optimizers = [item for item in bundle.optimizers if isinstance(item, (Optimizer, DummyOptim))]
-    if optimizers and not models:
+    if (optimizers and not models) or (not optimizers and _find_placeholder(bundle) is not None):
         raise SettingsError(
-            "DeepSpeed needs the model and its optimizer together: pass both to one call of "
-            "accelerator.prepare()."
+            "DeepSpeed needs the model, its optimizer and its DummyScheduler together: pass them to one call "
+            "of accelerator.prepare()."
         )
     if optimizers and (trains or len(models) > 1 or len(optimizers) > 1):
         raise UnsupportedError(
@@ -377,11 +382,6 @@ def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) ->
             f"{', after a model to train was prepared' if trains else ''}: with DeepSpeed, an Accelerator "
             "trains one model with one optimizer. Create another Accelerator with its own plugin for each "
             "further one (deepspeed_plugins={name: plugin}), or call free_memory() to release the first one."
-        )
-    if not optimizers and _find_placeholder(bundle) is not None:
-        raise SettingsError(
-            "DummyScheduler is a placeholder for the scheduler of DeepSpeed's engine: pass it to the call of "
-            "accelerator.prepare() that gets the model and its optimizer."
         )
     if not optimizers:
         return
@@ -407,10 +407,7 @@ def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) ->
                 "without lr_scheduler_callable)."
             )
     # 2. The optimizer is one that the engine can step, of parameters of the model.
-    if isinstance(optimizer, DummyOptim):
-        groups = optimizer.groups()
-    else:
-        groups = [group["params"] for group in optimizer.param_groups]
+    groups = _groups_of(optimizer)
     if isinstance(optimizer, Muon | HostAdamW):
         raise SettingsError(
             f"{type(optimizer).__name__} needs parameters sharded by PyTorch, but DeepSpeed steps flat "
