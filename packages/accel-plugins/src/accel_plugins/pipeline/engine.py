@@ -369,9 +369,9 @@ class Pipeline:
             )
 
     def _pass_forward(self, indices: Sequence[int], *, is_probe: bool = False) -> None:
-        """Run forward passes only, stage by stage; each activation is sent after its shape.
+        """Run forward passes only; each activation is sent with its shape and the length of its tuple.
 
-        A probe records the boundaries; a stage that fails notifies the stages after it.
+        A probe records the boundaries; a stage that fails sends no length, and its error is stored.
         """
         ranks = self.layout.ranks
         for index in indices:
@@ -383,38 +383,29 @@ class Pipeline:
                     self._forms[stage.index] = form
                     if is_probe:
                         self._note_boundary(stage.index - 1, received)
-                output = received, form
-                if form is not None:
-                    output = self._forward_only(stage, received, index, is_probe=is_probe)
+                activation = received
+                if form is not None:  # else the stage before has failed
+                    try:
+                        arguments = () if received is None else (received,)
+                        activation = stage(*arguments, index=torch.tensor(index, device="cpu"))
+                        form = self._length
+                        if is_probe:
+                            self._check_calls(stage, activation, received)
+                    except Exception as error:
+                        if not is_probe:
+                            raise
+                        self._failure, form = error, None
+                        activation = torch.zeros(1, device=self.device)
                 passed = None
                 if stage.is_last:
                     continue
-                activation, form = cast("tuple[Tensor, int | None]", output)
+                activation = cast("Tensor", activation)
                 if is_probe:
                     self._note_boundary(stage.index, activation)
                 if ranks[stage.index + 1] == self.rank:
                     passed = activation, form
                 else:
                     self._send(activation, form, ranks[stage.index + 1])
-
-    def _forward_only(
-        self, stage: Stage, received: Tensor | None, index: int, *, is_probe: bool
-    ) -> tuple[Tensor, int | None]:
-        """Run a stage; return its activation, and the length of the tuple its last module returned.
-
-        The error of a probe is stored, and the length is None.
-        """
-        try:
-            received_args = () if received is None else (received,)
-            activation = stage(*received_args, index=torch.tensor(index, device="cpu"))
-            if is_probe:
-                self._check_calls(stage, activation, received)
-        except Exception as error:
-            if not is_probe:
-                raise
-            self._failure = error
-            return torch.zeros(1, device=self.device), None
-        return activation, self._length
 
     def _note_boundary(self, number: int, activation: Tensor) -> None:
         """Record what a stage passes on, with the sizes of the batch."""
@@ -466,8 +457,6 @@ class Pipeline:
             if self._is_causal:  # the first token is never predicted
                 tensors = [part[..., 1:] for part in tensors]
             counts = torch.stack([(part != IGNORED).sum() for part in tensors]).to(torch.float64)
-            if self.device.type == "mps":
-                counts = counts.float()
             return [*(counts / counts.sum().clamp(min=1)).unbind()]
         rows = [_sizes_of(part)[0] for part in parts]
         return [count / sum(rows) for count in rows]

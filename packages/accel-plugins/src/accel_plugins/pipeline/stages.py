@@ -75,30 +75,10 @@ def lay_out(model: nn.Module, config: TorchPipelineParallelConfig, size: int) ->
 def chain_of(model: nn.Module) -> list[str]:
     """Return the names of the modules that pass the activation on, in registration order.
 
-    They are from transformers' pipeline plan, if it covers all parameters; otherwise the modules around the
-    largest list of modules, and those in it.
+    They are the largest list of modules, and the modules around it; what has no parameters is on every rank.
     """
-    planned = _planned(model)
-    if planned:
-        return planned
     rows = [part for part in model.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
-    main = max(rows, key=_numel, default=None)
-    return [*_units(model, "", main)]
-
-
-def _planned(model: nn.Module) -> list[str]:
-    plan: Any = getattr(model, "_pp_plan", None)
-    if not plan:
-        return []
-    modules = dict(model.named_modules())
-    names = [name for name in modules if name in plan]  # in registration order
-    chain: list[str] = []
-    for name in names:
-        module = modules[name]
-        is_row = isinstance(module, nn.ModuleList)
-        chain += [f"{name}.{child}" for child, _ in module.named_children()] if is_row else [name]
-    covered = {id(parameter) for name in chain for parameter in modules[name].parameters()}
-    return chain if all(id(parameter) in covered for parameter in model.parameters()) else []
+    return [*_units(model, "", max(rows, key=_numel, default=None))]
 
 
 def _units(module: nn.Module, prefix: str, main: nn.Module | None) -> Iterator[str]:

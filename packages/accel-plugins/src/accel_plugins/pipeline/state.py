@@ -88,12 +88,6 @@ class ModelNames:
         number, name = vars(parameter).get(_NAME, (None, None))
         return name if number == self.number else None
 
-    def shared(self, rank: int) -> Iterator[tuple[list[str], Sequence[int]]]:
-        """Yield the names of each tensor that this rank shares with others, and all its ranks."""
-        for name, ranks in self.ranks.items():
-            if len(ranks) > 1 and rank in ranks:
-                yield [alias for alias, known in self.first.items() if known == name], ranks
-
     def add_optimizer(self, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
         """Record an optimizer's parameters, including those of other stages; a collective of the pipeline."""
         own = [map(self.name_of, row["params"]) for row in optimizer.param_groups]

@@ -169,12 +169,10 @@ class PipelineStrategy(MeshStrategy):
 
     def _shared_parameters(self, model: nn.Module) -> list[tuple[Tensor, Sequence[int]]]:
         """Return this rank's parameters that several stages have, in the same order on all of these ranks."""
-        own = dict(model.named_parameters(remove_duplicate=False))
-        return [
-            (next(own[name] for name in names if name in own), ranks)
-            for names, ranks in self.names[model].shared(dist.get_rank(self.group))
-            if any(name in own for name in names)
-        ]
+        names, own = self.names[model], dict[str, Tensor]()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            own.setdefault(names.first.get(name, name), parameter)
+        return [(own[name], ranks) for name, ranks in names.ranks.items() if len(ranks) > 1 and name in own]
 
     def _add_shared_gradients(self, model: nn.Module) -> None:
         """Sum gradients of parameters that several stages share, such as tied embeddings, on all of them."""
