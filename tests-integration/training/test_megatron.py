@@ -13,7 +13,7 @@ from accel_plugins.kwargs import DataLoaderConfiguration
 from accel_plugins.megatron.data import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_plugins.megatron.stages import CausalAttention
+from accel_plugins.megatron.stages import TorchAttention
 from accel_plugins.megatron.train_steps import GPTTrainStep, causal_mask
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
@@ -310,7 +310,7 @@ def test_attention_of_pytorch_is_that_of_megatron_core():
                     [weights.sign() * output.detach(), *torch.autograd.grad((output * weights).sum(), inputs)]
                 )
             torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-        assert type(layer.core_attention) is CausalAttention
+        assert type(layer.core_attention) is TorchAttention
     accelerator.free_memory()
 
 

@@ -17,7 +17,7 @@ from accel_convert.contents import CheckpointContents, OptimizerContents, lazy_o
 from accel_convert.stream import read_lazily
 from accel_ops.weights.lazy_tensors import LazyTensor
 from accel_plugins.deepspeed.folder import load_file
-from accel_plugins.megatron.families import Weight, find_family
+from accel_plugins.megatron.families import Weight, find_family, plain_name, separate_norms
 from accel_plugins.sharding.folder import read_index
 from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError, some_of
 from accel_state.files import read_json
@@ -27,10 +27,6 @@ _BACKEND_FILE, _COMMON_FILE, _LATEST_FILE = "metadata.json", "common.pt", "lates
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.(?P<key>\w+)\.(?P<name>.+)|.*)")
 _MASTERS = {"param", "fp32_param"}
 _STACKED = re.compile(r"(.*\.layers\.)(?!\d+\.)(.*)")
-_FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
 
 
 def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents | None:
@@ -105,9 +101,9 @@ def _by_layer(name: str, lazy: LazyTensor) -> dict[str, LazyTensor]:
     """Split a stacked tensor into layers, under the names of Megatron's model."""
     match = _STACKED.fullmatch(name)
     if match is None or not lazy.shape:
-        return {_plain(name): lazy}
+        return {separate_norms(name): lazy}
     return {
-        _plain(f"{match[1]}{layer}.{match[2]}"): replace(
+        separate_norms(f"{match[1]}{layer}.{match[2]}"): replace(
             lazy, shape=lazy.shape[1:], read=partial(_read_layer, lazy, layer), identity=None
         )
         for layer in range(lazy.shape[0])
@@ -117,13 +113,6 @@ def _by_layer(name: str, lazy: LazyTensor) -> dict[str, LazyTensor]:
 def _read_layer(lazy: LazyTensor, layer: int, begin: int, end: int) -> Tensor:
     tensor = lazy.read(layer, layer + 1)[0]
     return (tensor if tensor.dim() else tensor.view(1))[begin:end].clone()
-
-
-def _plain(name: str) -> str:
-    """Return the name of a norm in layers with separate modules for norms."""
-    for fused, norm in _FUSED_NORMS.items():
-        name = name.replace(fused, norm)
-    return name
 
 
 def _rows(base: AnyPath, weights: Mapping[str, LazyTensor]) -> dict[str, tuple[Weight, list[str]]]:
@@ -147,11 +136,9 @@ def _rows(base: AnyPath, weights: Mapping[str, LazyTensor]) -> dict[str, tuple[W
     by_parameter = {row.parameter: row for row in find_family(config).weights(config)}
     rows: dict[str, tuple[Weight, list[str]]] = {}
     for name in weights:
-        number = re.search(r"(?<=\.layers\.)\d+", name)
-        layer = "" if number is None else number[0]
-        row = by_parameter.get(re.sub(r"(\.layers\.)\d+", r"\1{layer}", name, count=1))
-        if row is not None:
-            rows[name] = row, [part.replace("{layer}", layer) for part in row.names]
+        plain, layer = plain_name(name)
+        if (row := by_parameter.get(plain)) is not None:
+            rows[name] = row, [part.format(layer=layer) for part in row.names]
     if missing := weights.keys() - rows.keys():
         raise CheckpointError(
             f"{some_of(sorted(missing))} of the checkpoint is not in a model with the configuration of "

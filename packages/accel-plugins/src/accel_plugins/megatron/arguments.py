@@ -13,7 +13,6 @@ from accel_plugins.megatron.families import FAMILIES
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from accel_plugins.megatron.data import MegatronLMDummyScheduler
     from accel_plugins.megatron.plugin import MegatronLMPlugin
 
     Parser: TypeAlias = Callable[[MegatronLMPlugin, nn.Module, Mapping[str, Any] | None], None]
@@ -50,29 +49,6 @@ def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
         "decoupled_weight_decay": isinstance(optimizer, AdamW)
         or defaults.get("decoupled_weight_decay", False),
         **shared,
-    }
-
-
-def schedule_args(plugin: MegatronLMPlugin, scheduler: MegatronLMDummyScheduler) -> dict[str, Any]:
-    """Convert the schedule to Megatron's arguments."""
-    ranks = getattr(plugin, "data_parallel_size", 1)
-    steps, samples = plugin.train_iters, plugin.train_samples
-    if steps is None and samples is None:
-        if scheduler.total_num_steps is None:
-            raise SettingsError(
-                "MegatronLMDummyScheduler has no total_num_steps, and MegatronLMPlugin neither "
-                "train_iters nor train_samples: set one of them."
-            )
-        steps = scheduler.total_num_steps // ranks
-    warmup_steps, warmup_samples = plugin.lr_warmup_iters, plugin.lr_warmup_samples
-    if plugin.lr_warmup_fraction is None and warmup_steps is None and warmup_samples is None:
-        warmup_steps = scheduler.warmup_num_steps // ranks
-        warmup_samples = warmup_steps * getattr(plugin, "global_batch_size", 1)
-    return {
-        "train_iters": steps,
-        "train_samples": samples,
-        "lr_warmup_iters": warmup_steps or 0,
-        "lr_warmup_samples": warmup_samples or 0,
     }
 
 
@@ -155,9 +131,7 @@ def enter_network_args(plugin: MegatronLMPlugin, model: Any, batch_data: Mapping
     args |= {
         "model_type_name": kind,
         "num_layers": arguments.get("encoder_layers", sizes["num_layers"]),
-        "hidden_size": sizes["hidden_size"],
-        "ffn_hidden_size": sizes["ffn_hidden_size"],
-        "num_attention_heads": sizes["num_attention_heads"],
+        **{name: sizes[name] for name in ("hidden_size", "ffn_hidden_size", "num_attention_heads")},
         "num_query_groups": sizes.get("num_query_groups", sizes["num_attention_heads"]),
         "max_position_embeddings": longest,
         "orig_vocab_size": config.vocab_size,

@@ -43,25 +43,23 @@ def check_model(plugin: MegatronLMPlugin, model: Any) -> ModelFamily:
     # 2. The family has the options.
     is_decoder, rotary = family.kind == "gpt", plugin.use_rotary_position_embeddings
     is_rotary = arguments.get("position_embedding_type") in {"rope", "yarn", "mrope"}
-    refused = {
-        "context_parallel_size": None if is_decoder or plugin.context_parallel_size == 1 else "decoders only",
-        "use_rotary_position_embeddings": None
-        if rotary in {None, is_rotary}
-        else "its configuration decides",
-        "attention_backend": None
-        if is_decoder or plugin.attention_backend not in {"flash", "fused"}
-        else "decoders only",
-    }
-    if wrong := [f"{key}={getattr(plugin, key)!r} ({reason})" for key, reason in refused.items() if reason]:
-        raise UnsupportedError(f"{family.name!r} does not have {'; '.join(wrong)}: leave it out.")
+    refused: dict[str, str] = {}
+    if rotary not in {None, is_rotary}:
+        refused["use_rotary_position_embeddings"] = "its configuration decides"
+    if not is_decoder and plugin.context_parallel_size != 1:
+        refused["context_parallel_size"] = "decoders only"
+    if not is_decoder and plugin.attention_backend in {"flash", "fused"}:
+        refused["attention_backend"] = "decoders only"
+    if refused:
+        wrong = "; ".join(f"{key}={getattr(plugin, key)!r} ({reason})" for key, reason in refused.items())
+        raise UnsupportedError(f"{family.name!r} does not have {wrong}: leave it out.")
     # 3. The sizes divide.
     tensor, stages = plugin.tp_degree or 1, plugin.pp_degree or 1
     heads, layers, width = sizes["num_attention_heads"], sizes["num_layers"], sizes["ffn_hidden_size"]
     groups = sizes.get("num_query_groups", heads)
     last, virtual = plugin.decoder_last_pipeline_num_layers, plugin.num_layers_per_virtual_pipeline_stage
-    if last is None:
-        is_uneven = layers % (stages * (virtual or 1))
-    else:
+    is_uneven = layers % (stages * (virtual or 1))
+    if last is not None:
         is_uneven = layers - last < stages - 1 or (layers - last) % (stages - 1)
     options = (f", decoder_last_pipeline_num_layers={last}" if last else "") + (
         f", num_layers_per_virtual_pipeline_stage={virtual}" if virtual else ""

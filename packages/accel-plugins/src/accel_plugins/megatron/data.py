@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
@@ -160,21 +160,16 @@ def with_real_loaders(loaders: Sequence[Any], context: Any) -> list[Any]:
 
     Called on every rank, once batch sizes are known.
     """
-    made: dict[int, Iterator[Any]] = {}
-    result: list[Any] = []
-    for item in loaders:
-        if not isinstance(item, MegatronLMDummyDataLoader):
-            result.append(item)
-            continue
-        if id(item) not in made:
-            made[id(item)] = iter(item.build_train_valid_test_data_iterators(context))
-        loader = next(made[id(item)], None)
-        if loader is None:
-            raise SettingsError(
-                "A MegatronLMDummyDataLoader is prepared for training, validation and test, in this order, "
-                "each with a share of splits_string: one of them has no samples. Remove it."
-            )
-        result.append(loader)
+    placeholders = {id(one): one for one in loaders if isinstance(one, MegatronLMDummyDataLoader)}
+    made = {
+        key: iter(one.build_train_valid_test_data_iterators(context)) for key, one in placeholders.items()
+    }
+    result = [next(made[id(item)], None) if id(item) in made else item for item in loaders]
+    if any(item is None for item in result):
+        raise SettingsError(
+            "A MegatronLMDummyDataLoader is prepared for training, validation and test, in this order, "
+            "each with a share of splits_string: one of them has no samples. Remove it."
+        )
     return result
 
 
@@ -191,18 +186,15 @@ def num_samples(plugin: MegatronLMPlugin) -> tuple[int, int, int]:
         >>> num_samples(SimpleNamespace(megatron_lm_default_args={}, global_batch_size=8, **known))
         (80, 48, 16)
     """
-    batch = getattr(plugin, "global_batch_size", None)
-    samples = plugin.train_samples
+    batch, samples = getattr(plugin, "global_batch_size", None), plugin.train_samples
     steps = plugin.train_iters or plugin.megatron_lm_default_args.get("train_iters")
-    if samples is None and steps is not None and batch is not None:
-        samples = steps * batch
-    if samples is None or batch is None:
+    if batch is None or (samples is None and steps is None):
         raise SettingsError(
             "The number of samples to read is unknown: set MegatronLMPlugin train_iters or train_samples, "
             "and MegatronLMDummyDataLoader micro_batch_size."
         )
-    steps = -(-samples // batch)
-    validations = steps // plugin.eval_interval + 1
+    samples = steps * batch if samples is None else samples
+    validations = -(-samples // batch) // plugin.eval_interval + 1
     return samples, validations * plugin.eval_iters * batch, plugin.eval_iters * batch
 
 
@@ -256,8 +248,8 @@ def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config
         "split": "969,30,1" if "blend" in requested else None,
         "reset_position_ids": False,
         "reset_attention_mask": False,
-        "eod_mask_loss": bool(plugin.eod_mask_loss),
         "create_attention_mask": False,
+        "eod_mask_loss": bool(plugin.eod_mask_loss),
         **requested,
         "sequence_length": length,
         "tokenizer": documents,
@@ -269,11 +261,6 @@ def indexed_loaders(
 ) -> tuple[DataLoader[Any] | None, DataLoader[Any] | None, DataLoader[Any] | None]:
     """Build loaders of micro-batches that begin after the consumed samples."""
     consumed = plugin.consumed_samples or [0, 0, 0]
-    if len(consumed) != len(datasets):
-        raise SettingsError(
-            f"MegatronLMPlugin(consumed_samples={consumed!r}): expected three, for the loaders that train, "
-            "validate and test."
-        )
     size = plugin.megatron_lm_default_args["micro_batch_size"]
     train, valid, test = (
         None

@@ -55,6 +55,7 @@ class MegatronEngine(nn.Module):
         outputs: The class of a call's result; `None` for a model without a row.
         positions: The maximum sequence length of models with position embeddings; else `None`.
         samples: Number of samples, over all replicas, in the present gradients.
+        steps: Number of steps of the optimizer.
     """
 
     def __init__(
@@ -86,13 +87,12 @@ class MegatronEngine(nn.Module):
         self.config = getattr(source, "config", None)
         self.outputs = self.positions = None
         if family is not None:
-            kind = type(source).__name__
-            module, name = _OUTPUTS_OF_MODELS.get(kind, (_MODELING, _OUTPUTS[family.kind]))
+            module, name = _OUTPUTS.get(type(source).__name__, _OUTPUTS[family.kind])
             self.outputs = getattr(import_module(module), name)
             arguments = family.model_arguments(source)
             if arguments.get("position_embedding_type", "learned_absolute") == "learned_absolute":
                 self.positions = arguments.get("max_sequence_length")
-        self.samples = 0
+        self.samples = self.steps = 0
         self._is_reduced = False
 
     @property
@@ -143,17 +143,14 @@ class MegatronEngine(nn.Module):
             UnsupportedError: The model does not generate text.
             ValueError: transformers refuses an option.
         """
-        requested = {
-            "max_length": max_length,
-            "max_new_tokens": max_new_tokens,
-            "num_beams": num_beams,
+        named = {"max_length": max_length, "max_new_tokens": max_new_tokens, "num_beams": num_beams}
+        named |= {
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
             "length_penalty": length_penalty,
-            **kwargs,
         }
-        return self._generate(self, inputs, attention_mask, requested)
+        return self._generate(self, inputs, attention_mask, named | kwargs)
 
     def run(
         self,
@@ -175,31 +172,23 @@ class MegatronEngine(nn.Module):
             self._check_trainable(accumulation)
             if self._is_reduced:
                 self.discard()
-        config = self.transformer_config
+        config, reduces = self.transformer_config, sync and not forward_only
         # A global of megatron-core that selects the schedule; models of one process may differ in it.
         core("parallel_state").set_virtual_pipeline_model_parallel_world_size(
             config.virtual_pipeline_model_parallel_size
         )
-        reduce = core("distributed").finalize_model_grads
-        config.finalize_model_grads_func = reduce if sync and not forward_only else None
+        config.finalize_model_grads_func = core("distributed").finalize_model_grads if reduces else None
         config.grad_scale_func = None if self.optimizer is None else self.optimizer.scale_loss
-        schedule = core("pipeline_parallel").get_forward_backward_func()
         iterators = [iter(parts) for _ in self.chunks]
-        sequences = self._sequences(parts[0])
-        rows, length = next(iter(sequences.values())).shape[:2]
+        rows, length = next(iter(self._sequences(parts[0]).values())).shape[:2]
         # 2. Run it.
         with ExitStack() as stack, torch.set_grad_enabled(not forward_only):
             stack.enter_context(without_core_warnings())
             stack.enter_context(hang_monitor.collective_scope("forward and backward"))
             for chunk in self.chunks if not (sync or forward_only) else ():
                 stack.enter_context(chunk.no_sync())
-            results = schedule(
-                forward_step_func=partial(
-                    _scaled_step,
-                    self.train_step_handler.forward_step,
-                    accumulation,
-                    by_token=bool(self.plugin.calculate_per_token_loss),
-                ),
+            results = core("pipeline_parallel").get_forward_backward_func()(
+                forward_step_func=partial(self._scaled_step, accumulation),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=[*self.chunks],
                 num_microbatches=len(parts),
@@ -208,7 +197,7 @@ class MegatronEngine(nn.Module):
                 forward_only=forward_only,
             )
             loss, logits = self._mean_results(results)
-        self._is_reduced = sync and not forward_only
+        self._is_reduced = reduces
         self.samples += 0 if forward_only else len(parts) * rows * self.groups.data
         if self.outputs is None:
             return (loss, *logits) if logits else loss
@@ -224,15 +213,27 @@ class MegatronEngine(nn.Module):
 
     def _check_trainable(self, accumulation: int) -> None:
         if self.optimizer is None:
-            raise SettingsError(
-                "This model was prepared without an optimizer: prepare both in one call, as in "
-                "prepare(model, optimizer)."
-            )
+            raise SettingsError("This model was prepared without an optimizer: prepare both in one call.")
         if accumulation > 1 and self.plugin.calculate_per_token_loss:
             raise SettingsError(
                 f"gradient_accumulation_steps={accumulation} with calculate_per_token_loss: the tokens of a "
                 "step are counted in one call of the model; use num_micro_batches instead."
             )
+
+    def _scaled_step(self, accumulation: int, data_iterator: Any, model: Any) -> tuple[Any, Any]:
+        """Run the train step; divide losses by the number of batches per optimizer step."""
+        output, loss_function = self.train_step_handler.forward_step(data_iterator, model)
+
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            loss, *details = loss_function(*args, **kwargs)
+            if self.plugin.calculate_per_token_loss and len(details) == 1:
+                raise SettingsError(
+                    "MegatronLMPlugin(calculate_per_token_loss=True): the loss function returns a pair; "
+                    "return the sum of the losses, the number of tokens and the dictionary, or leave it out."
+                )
+            return (loss / accumulation, *details)
+
+        return output, scaled
 
     def _micro_batches(self, args: Sequence[Any], batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Check a batch, and cut it into micro-batches."""
@@ -250,40 +251,38 @@ class MegatronEngine(nn.Module):
         size, what = (tensor if self.transformer_config.sequence_parallel else 1), f"tp_degree={tensor}"
         if context > 1:  # Each rank has two chunks, which sequence parallelism divides.
             size, what = 2 * context * size, f"twice context_parallel_size={context}"
-        for name, length in ((name, tokens.shape[1]) for name, tokens in sequences.items()):
-            if self.positions is not None and name in _SEQUENCES and length > self.positions:
-                raise SettingsError(
-                    f"Sequences of {length} tokens are too long: {type(self.source).__name__} has "
-                    f"{self.positions} positions. Truncate them."
-                )
+        for name, tokens in sequences.items():
+            length, problem = tokens.shape[1], None
             if length % size:
-                raise SettingsError(
-                    f"Sequences of {length} tokens cannot be divided by {what}: pad them to a multiple of "
-                    f"{size} (pad_to_multiple_of)."
+                problem = (
+                    f"cannot be divided by {what}: pad them to a multiple of {size} (pad_to_multiple_of)"
                 )
+            if self.positions is not None and name in _SEQUENCES and length > self.positions:
+                kind = type(self.source).__name__
+                problem = f"are too long: {kind} has {self.positions} positions. Truncate them"
+            if problem:
+                raise SettingsError(f"Sequences of {length} tokens {problem}.")
         # 2. Check tokens against the vocabulary, without a device sync; the user's code may read any tensor.
         vocabulary: int = getattr(self.config, "vocab_size", None) or 0
         has_own_code = self.plugin.custom_get_batch_function or self.plugin.custom_train_step_class
-        is_known = "input_ids" in batch and vocabulary > 0 and self.family is not None and not has_own_code
-        for name in _TOKENS if is_known else ():
+        is_known = "input_ids" in batch and vocabulary and self.family and not has_own_code
+        for name in (*_TOKENS, "labels") if is_known else ():
             tokens = batch.get(name)
             if tokens is None or tokens.ndim < 2 or tokens.is_floating_point():  # Labels may be of classes.
                 continue
-            is_valid = (tokens >= 0) & (tokens < vocabulary)
-            ignored = f" (or {IGNORED})" if name == "labels" else ""
+            ignored, text = ((tokens == IGNORED), f" (or {IGNORED})") if name == "labels" else (False, "")
             torch._assert_async(
-                (is_valid | (tokens == IGNORED) if ignored else is_valid).all(),
-                f"{name} has tokens that the vocabulary, from 0 to {vocabulary - 1}{ignored}, does not have.",
+                (((tokens >= 0) & (tokens < vocabulary)) | ignored).all(),
+                f"{name} has tokens that the vocabulary, from 0 to {vocabulary - 1}{text}, does not have.",
             )
         # 3. Cut it.
-        each = rows // number
-        return [
-            {
-                name: value[start : start + each] if isinstance(value, Tensor) and value.ndim else value
-                for name, value in batch.items()
-            }
-            for start in range(0, rows, each)
-        ]
+        parts: list[dict[str, Any]] = [{} for _ in range(number)]
+        for name, value in batch.items():
+            is_cut = isinstance(value, Tensor) and value.ndim > 0
+            each = value.split(rows // number) if is_cut else [value] * number
+            for part, own in zip(parts, each, strict=False):
+                part[name] = own
+        return parts
 
     def _sequences(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the sequences of a batch: tensors by name, else all with two or more dims.
@@ -307,15 +306,14 @@ class MegatronEngine(nn.Module):
 
     def _mean_results(self, results: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[Tensor | None]]:
         """Return the mean loss over the micro-batches, and logits, from the last stage."""
-        device = next(self.parameters()).device
-        losses = [
-            torch.stack([value.detach().float() for value in losses.values() if value.ndim == 0]).sum()
-            for losses in results
-        ]
         group = core("parallel_state").get_pipeline_model_parallel_group()
-        source = self.groups.pipeline - 1
+        source, device = self.groups.pipeline - 1, next(self.parameters()).device
+        losses = [
+            torch.stack([value.detach().float() for value in one.values() if value.ndim == 0]).sum()
+            for one in results
+        ]
         loss = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
-        if self.groups.pipeline > 1:
+        if source > 0:
             dist.broadcast(loss, group_src=source, group=group)
         if not getattr(self.train_step_handler, "return_logits", False):
             return loss, []
@@ -342,35 +340,20 @@ def _broadcast_last(tensor: Tensor | None, source: int, group: Any, device: torc
     return result
 
 
-def _scaled_step(
-    forward_step: Callable[..., Any], accumulation: int, data_iterator: Any, model: Any, *, by_token: bool
-) -> tuple[Any, Callable[..., Any]]:
-    """Divide losses by the number of batches per optimizer step."""
-    output, loss_function = forward_step(data_iterator, model)
-
-    def scaled(*args: Any, **kwargs: Any) -> Any:
-        loss, *details = loss_function(*args, **kwargs)
-        if by_token and len(details) == 1:
-            raise SettingsError(
-                "MegatronLMPlugin(calculate_per_token_loss=True): the loss function returns a pair; return "
-                "the sum of the losses, the number of tokens and the dictionary, or leave it out."
-            )
-        return (loss / accumulation, *details)
-
-    return output, scaled
-
-
 _SEQUENCES = ("input_ids", "tokens", "text", "text_enc", "decoder_input_ids", "text_dec")
-_TOKENS = ("input_ids", "decoder_input_ids", "labels")
+_TOKENS = ("input_ids", "decoder_input_ids")
 _LOGITS = ("logits", "order logits")
 """Train steps' names of the logits of tokens or classes, and of sentence order."""
 _MODELING = "transformers.modeling_outputs"
-_OUTPUTS = {"bert": "MaskedLMOutput", "gpt": "CausalLMOutputWithPast", "t5": "Seq2SeqLMOutput"}
-_OUTPUTS_OF_MODELS = {
+_OUTPUTS = {
+    "bert": (_MODELING, "MaskedLMOutput"),
+    "gpt": (_MODELING, "CausalLMOutputWithPast"),
+    "t5": (_MODELING, "Seq2SeqLMOutput"),
     "BertForPreTraining": ("transformers.models.bert.modeling_bert", "BertForPreTrainingOutput"),
     "BertForSequenceClassification": (_MODELING, "SequenceClassifierOutput"),
     "GPT2LMHeadModel": (_MODELING, "CausalLMOutputWithCrossAttentions"),
 }
+"""Classes of results, of a model or a kind of models."""
 
 
 def _logits_of(outputs: type[Any]) -> list[str]:

@@ -6,6 +6,7 @@ shard with its leading dims flattened.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,7 +31,8 @@ class ModelFamily:
             the model of transformers.
         weights: Returns rows of all possible parameters; a model may lack some.
         build: `"module:function"` that builds the module of one pipeline stage, called as
-            `build(transformer_config, arguments, vocabulary, pre_process, post_process, vp_stage)`.
+            `build(transformer_config, arguments, vocabulary, pre_process=…, post_process=…, vp_stage=…)`;
+            the vocabulary is padded to split evenly over ranks.
         check: Raises if the configuration needs a feature that megatron-core lacks.
 
     Example:
@@ -86,6 +88,22 @@ class Weight:
     parameter: str
     names: tuple[str, ...]
     packing: Packing
+
+
+_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+
+
+def separate_norms(name: str) -> str:
+    """Return the name of a parameter in layers with separate norms, which TransformerEngine fuses."""
+    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+
+
+def plain_name(name: str) -> tuple[str, int | None]:
+    """Return the name that rows have for a parameter, and the index of its layer, if it is in one."""
+    layer = _LAYER.search(name)
+    plain = _LAYER.sub("{layer}", separate_norms(name), count=1)
+    return plain, None if layer is None else int(layer[0])
 
 
 @frozen
@@ -225,86 +243,88 @@ ACTIVATIONS: dict[str, Any] = {
 """Activations of transformers by name, in the form that megatron-core's layers call."""
 
 
-def weight(parameter: str, names: str | tuple[str, ...], packing: Packing) -> Weight:
-    """Return the row of a parameter packed from one or several weights of transformers."""
-    return Weight(parameter=parameter, names=(names,) if isinstance(names, str) else names, packing=packing)
+def rows_of(*table: tuple[Any, ...]) -> list[Weight]:
+    """Return the rows of a table of modules, of what transformers calls them, and of their packings.
+
+    A line has the packing of the weight, and may have that of the bias; `None` stands for neither.
+    """
+    rows: list[Weight] = []
+    for module, source, *packings in table:
+        sources = (source,) if isinstance(source, str) else source
+        for kind, packing in zip(("weight", "bias"), packings, strict=False):
+            if packing is not None:
+                names = tuple(f"{name}.{kind}" for name in sources)
+                rows.append(Weight(parameter=f"{module}.{kind}", names=names, packing=packing))
+    return rows
 
 
-def weight_and_bias(module: str, name: str, weights: Packing, biases: Packing) -> list[Weight]:
-    """Return the rows of weight and bias of a layer or norm, which transformers calls `name`."""
-    return [
-        weight(f"{module}.{kind}", f"{name}.{kind}", packing)
-        for kind, packing in (("weight", weights), ("bias", biases))
+_FIELDS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "layernorm_epsilon")
+_DROPOUTS = ("attention_dropout", "hidden_dropout")
+
+
+def _fields(config: Any, names: str, **others: Any) -> dict[str, Any]:
+    """Return fields of a `TransformerConfig`: those of every family, by their names in transformers."""
+    values = [getattr(config, name) for name in names.split()]
+    return dict(zip((*_FIELDS, *_DROPOUTS), values, strict=False)) | {"normalization": "LayerNorm"} | others
+
+
+def _refuse(kind: str, config: Any, needed: Mapping[str, Any], wrong: Sequence[str] = ()) -> None:
+    """Refuse fields of a configuration that differ from the supported value, or are not one of a table."""
+    present = {name: getattr(config, name, wanted) for name, wanted in needed.items()}
+    wrong = [
+        *wrong,
+        *(
+            f"{name}={value!r}"
+            for name, value in present.items()
+            if (value not in needed[name] if isinstance(needed[name], dict) else value != needed[name])
+        ),
     ]
-
-
-def _gpt2_config(config: Any) -> dict[str, Any]:
-    return {
-        "num_layers": config.n_layer,
-        "hidden_size": config.n_embd,
-        "ffn_hidden_size": config.n_inner or 4 * config.n_embd,
-        "num_attention_heads": config.n_head,
-        "activation_func": ACTIVATIONS[config.activation_function],
-        "layernorm_epsilon": config.layer_norm_epsilon,
-        "normalization": "LayerNorm",
-        "attention_dropout": config.attn_pdrop,
-        "hidden_dropout": config.resid_pdrop,
-    }
-
-
-def _gpt2_arguments(model: Any) -> dict[str, Any]:
-    config = model.config
-    return {
-        "max_sequence_length": config.n_positions,
-        "position_embedding_type": "learned_absolute",
-        "share_embeddings_and_output_weights": config.tie_word_embeddings,
-    }
-
-
-def _gpt2_weights(config: Any) -> list[Weight]:
-    size = config.n_embd // config.n_head
-    head = "transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight"
-    rows = vocabulary(config.vocab_size)
-    qkv, qkv_bias = (
-        attention_in_one(config.n_head, size, transpose=transpose) for transpose in (True, False)
-    )
-    layer, name = "decoder.layers.{layer}.", "transformer.h.{layer}."
-    return [
-        weight("embedding.word_embeddings.weight", "transformer.wte.weight", rows),
-        weight("embedding.position_embeddings.weight", "transformer.wpe.weight", same()),
-        weight("output_layer.weight", head, rows),
-        *weight_and_bias("decoder.final_layernorm", "transformer.ln_f", same(), same()),
-        *weight_and_bias(f"{layer}input_layernorm", f"{name}ln_1", same(), same()),
-        *weight_and_bias(f"{layer}pre_mlp_layernorm", f"{name}ln_2", same(), same()),
-        *weight_and_bias(f"{layer}self_attention.linear_qkv", f"{name}attn.c_attn", qkv, qkv_bias),
-        *weight_and_bias(f"{layer}self_attention.linear_proj", f"{name}attn.c_proj", transposed(1), same()),
-        *weight_and_bias(f"{layer}mlp.linear_fc1", f"{name}mlp.c_fc", transposed(0), same(0)),
-        *weight_and_bias(f"{layer}mlp.linear_fc2", f"{name}mlp.c_proj", transposed(1), same()),
-    ]
-
-
-def _refuse(name: str, wrong: Sequence[str]) -> None:
     if wrong:
         raise UnsupportedError(
-            f"The row of {name} for Megatron has no {', '.join(wrong)}: shard the model by FSDP, or by "
+            f"The row of {kind} for Megatron has no {', '.join(wrong)}: shard the model by FSDP, or by "
             "parallelism_config_tp_size."
         )
 
 
-def _others(config: Any, needed: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a configuration that differ from the only supported value, with theirs."""
-    present = {name: getattr(config, name, value) for name, value in needed.items()}
-    return [f"{name}={value!r}" for name, value in present.items() if value != needed[name]]
+def _gpt2_config(config: Any) -> dict[str, Any]:
+    names = "n_layer n_embd n_inner n_head layer_norm_epsilon attn_pdrop resid_pdrop"
+    width = config.n_inner or 4 * config.n_embd
+    activation = ACTIVATIONS[config.activation_function]
+    return _fields(config, names, ffn_hidden_size=width, activation_func=activation)
+
+
+def _gpt2_arguments(model: Any) -> dict[str, Any]:
+    return {
+        "max_sequence_length": model.config.n_positions,
+        "position_embedding_type": "learned_absolute",
+        "share_embeddings_and_output_weights": model.config.tie_word_embeddings,
+    }
+
+
+def _gpt2_weights(config: Any) -> list[Weight]:
+    size, rows = config.n_embd // config.n_head, vocabulary(config.vocab_size)
+    qkv, qkv_bias = (
+        attention_in_one(config.n_head, size, transpose=is_weight) for is_weight in (True, False)
+    )
+    layer, name = "decoder.layers.{layer}.", "transformer.h.{layer}."
+    return rows_of(
+        ("embedding.word_embeddings", "transformer.wte", rows),
+        ("embedding.position_embeddings", "transformer.wpe", same()),
+        ("output_layer", "transformer.wte" if config.tie_word_embeddings else "lm_head", rows),
+        ("decoder.final_layernorm", "transformer.ln_f", same(), same()),
+        (f"{layer}input_layernorm", f"{name}ln_1", same(), same()),
+        (f"{layer}pre_mlp_layernorm", f"{name}ln_2", same(), same()),
+        (f"{layer}self_attention.linear_qkv", f"{name}attn.c_attn", qkv, qkv_bias),
+        (f"{layer}self_attention.linear_proj", f"{name}attn.c_proj", transposed(1), same()),
+        (f"{layer}mlp.linear_fc1", f"{name}mlp.c_fc", transposed(0), same(0)),
+        (f"{layer}mlp.linear_fc2", f"{name}mlp.c_proj", transposed(1), same()),
+    )
 
 
 def _check_gpt2(config: Any) -> None:
     needed = {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
     needed |= {"scale_attn_weights": True, "embd_pdrop": config.resid_pdrop}  # One dropout serves both.
-    activation = config.activation_function
-    _refuse(
-        "GPT-2",
-        _others(config, needed) + [f"activation_function={activation!r}"] * (activation not in ACTIVATIONS),
-    )
+    _refuse("GPT-2", config, needed | {"activation_function": ACTIVATIONS})
 
 
 GPT2 = ModelFamily(
@@ -319,65 +339,54 @@ GPT2 = ModelFamily(
 
 
 def _llama_config(config: Any) -> dict[str, Any]:
-    return {
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_query_groups": config.num_key_value_heads,
-        "kv_channels": config.head_dim,
-        "activation_func": silu,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": config.rms_norm_eps,
-        "attention_dropout": config.attention_dropout,
-        "hidden_dropout": 0.0,
-    }
+    return _fields(
+        config,
+        "num_hidden_layers hidden_size intermediate_size num_attention_heads rms_norm_eps attention_dropout",
+        hidden_dropout=0.0,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=config.head_dim,
+        activation_func=silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+    )
 
 
 def _llama_arguments(model: Any) -> dict[str, Any]:
-    config = model.config
-    rope = _rope(config)
-    is_scaled = _rope_type(rope) == "llama3"
+    kind, rope = _rope(model.config)
     return {
-        "max_sequence_length": config.max_position_embeddings,
+        "max_sequence_length": model.config.max_position_embeddings,
         "position_embedding_type": "rope",
         "rotary_base": rope["rope_theta"],
-        "share_embeddings_and_output_weights": config.tie_word_embeddings,
-        **({"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])} if is_scaled else {}),
+        "share_embeddings_and_output_weights": model.config.tie_word_embeddings,
+        **({"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])} if kind == "llama3" else {}),
     }
 
 
-def _rope(config: Any) -> dict[str, Any]:
-    parameters = getattr(config, "rope_parameters", None)
-    if parameters is not None:  # transformers 5 has all of them there
-        return parameters
-    return {**(getattr(config, "rope_scaling", None) or {}), "rope_theta": config.rope_theta}
-
-
-def _rope_type(rope: Any) -> str:
-    return rope.get("rope_type") or rope.get("type") or "default"
+def _rope(config: Any) -> tuple[str, dict[str, Any]]:
+    """Return the type of the rotary positions, and their parameters."""
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None:  # before transformers 5
+        rope = {**(getattr(config, "rope_scaling", None) or {}), "rope_theta": config.rope_theta}
+    return rope.get("rope_type") or rope.get("type") or "default", rope
 
 
 def _llama_weights(config: Any) -> list[Weight]:
-    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     rows = vocabulary(config.vocab_size)
     qkv = attention(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     layer, name = "decoder.layers.{layer}.", "model.layers.{layer}."
-    attn, mlp = f"{name}self_attn.", f"{name}mlp."
-    projections = tuple(f"{attn}{letter}_proj.weight" for letter in "qkv")
-    return [
-        weight("embedding.word_embeddings.weight", "model.embed_tokens.weight", rows),
-        weight("decoder.final_layernorm.weight", "model.norm.weight", same()),
-        weight("output_layer.weight", head, rows),
-        weight(f"{layer}input_layernorm.weight", f"{name}input_layernorm.weight", same()),
-        weight(f"{layer}pre_mlp_layernorm.weight", f"{name}post_attention_layernorm.weight", same()),
-        weight(f"{layer}self_attention.linear_qkv.weight", projections, qkv),
-        weight(f"{layer}self_attention.linear_proj.weight", f"{attn}o_proj.weight", same(1)),
-        weight(f"{layer}mlp.linear_fc1.weight", (f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"), gated()),
-        weight(f"{layer}mlp.linear_fc2.weight", f"{mlp}down_proj.weight", same(1)),
-    ]
+    projections = [f"{name}self_attn.{letter}_proj" for letter in "qkv"]
+    return rows_of(
+        ("embedding.word_embeddings", "model.embed_tokens", rows),
+        ("decoder.final_layernorm", "model.norm", same()),
+        ("output_layer", "model.embed_tokens" if config.tie_word_embeddings else "lm_head", rows),
+        (f"{layer}input_layernorm", f"{name}input_layernorm", same()),
+        (f"{layer}pre_mlp_layernorm", f"{name}post_attention_layernorm", same()),
+        (f"{layer}self_attention.linear_qkv", projections, qkv),
+        (f"{layer}self_attention.linear_proj", f"{name}self_attn.o_proj", same(1)),
+        (f"{layer}mlp.linear_fc1", (f"{name}mlp.gate_proj", f"{name}mlp.up_proj"), gated()),
+        (f"{layer}mlp.linear_fc2", f"{name}mlp.down_proj", same(1)),
+    )
 
 
 # These are the values that megatron-core's RotaryEmbedding computes with; it takes only the factor.
@@ -385,17 +394,13 @@ _LLAMA_3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_
 
 
 def _check_llama(config: Any) -> None:
-    rope = _rope(config)
-    kind = _rope_type(rope)
-    wrong = _others(config, {"attention_bias": False, "mlp_bias": False})
-    if config.hidden_act not in {"silu", "swish"}:
-        wrong.append(f"hidden_act={config.hidden_act!r}")
-    if kind not in {"default", "llama3"}:
-        wrong.append(f"rope_type={kind!r}")
+    kind, rope = _rope(config)
+    wrong = [] if kind in {"default", "llama3"} else [f"rope_type={kind!r}"]
     for name, value in _LLAMA_3.items() if kind == "llama3" else ():
         if rope.get(name) != value:
             wrong.append(f"{name}={rope.get(name)!r} of rope_type='llama3' (megatron-core computes {value})")
-    _refuse("Llama", wrong)
+    needed = {"attention_bias": False, "mlp_bias": False, "hidden_act": {"silu": silu, "swish": silu}}
+    _refuse("Llama", config, needed, wrong)
 
 
 LLAMA = ModelFamily(
@@ -411,17 +416,9 @@ LLAMA = ModelFamily(
 
 
 def _bert_config(config: Any) -> dict[str, Any]:
-    return {
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "activation_func": ACTIVATIONS[config.hidden_act],
-        "layernorm_epsilon": config.layer_norm_eps,
-        "normalization": "LayerNorm",
-        "attention_dropout": config.attention_probs_dropout_prob,
-        "hidden_dropout": config.hidden_dropout_prob,
-    }
+    names = "num_hidden_layers hidden_size intermediate_size num_attention_heads layer_norm_eps "
+    names += "attention_probs_dropout_prob hidden_dropout_prob"
+    return _fields(config, names, activation_func=ACTIVATIONS[config.hidden_act])
 
 
 def _bert_arguments(model: Any) -> dict[str, Any]:
@@ -439,25 +436,18 @@ def _bert_arguments(model: Any) -> dict[str, Any]:
 
 
 def _bert_weights(config: Any) -> list[Weight]:
-    heads = config.num_attention_heads
+    heads, rows = config.num_attention_heads, vocabulary(config.vocab_size)
     qkv = attention(heads, heads, config.hidden_size // heads)
-    rows = vocabulary(config.vocab_size)
-    word_embeddings = "bert.embeddings.word_embeddings.weight"
-    head = word_embeddings if config.tie_word_embeddings else "cls.predictions.decoder.weight"
+    words, positions = "bert.embeddings.word_embeddings", "bert.embeddings.position_embeddings"
     layer, name = "encoder.layers.{layer}.", "bert.encoder.layer.{layer}."
-    weights = [
-        weight("embedding.word_embeddings.weight", word_embeddings, rows),
-        weight("embedding.position_embeddings.weight", "bert.embeddings.position_embeddings.weight", same()),
-        weight(
-            "embedding.tokentype_embeddings.weight", "bert.embeddings.token_type_embeddings.weight", same()
-        ),
-        weight("output_layer.weight", head, rows),
-        weight("output_layer.bias", "cls.predictions.bias", rows),
-    ]
-    for kind in ("weight", "bias"):
-        names = tuple(f"{name}attention.self.{part}.{kind}" for part in ("query", "key", "value"))
-        weights.append(weight(f"{layer}self_attention.linear_qkv.{kind}", names, qkv))
-    for module, source, packing, bias in (
+    projections = [f"{name}attention.self.{part}" for part in ("query", "key", "value")]
+    return rows_of(
+        ("embedding.word_embeddings", words, rows),
+        ("embedding.position_embeddings", positions, same()),
+        ("embedding.tokentype_embeddings", "bert.embeddings.token_type_embeddings", same()),
+        ("output_layer", words if config.tie_word_embeddings else "cls.predictions.decoder", rows),
+        ("output_layer", "cls.predictions", None, rows),
+        (f"{layer}self_attention.linear_qkv", projections, qkv, qkv),
         ("embedding.norm", "bert.embeddings.LayerNorm", same(), same()),
         (f"{layer}self_attention.linear_proj", f"{name}attention.output.dense", same(1), same()),
         (f"{layer}self_attn_bda.norm", f"{name}attention.output.LayerNorm", same(), same()),
@@ -469,16 +459,12 @@ def _bert_weights(config: Any) -> list[Weight]:
         ("lm_head.layer_norm", "cls.predictions.transform.LayerNorm", same(), same()),
         ("binary_head", "cls.seq_relationship", same(), same()),
         ("binary_head.1", "classifier", same(), same()),
-    ):
-        weights += weight_and_bias(module, source, packing, bias)
-    return weights
+    )
 
 
 def _check_bert(config: Any) -> None:
-    wrong = _others(config, {"position_embedding_type": "absolute", "is_decoder": False})
-    if config.hidden_act not in ACTIVATIONS:
-        wrong.append(f"hidden_act={config.hidden_act!r}")
-    _refuse("BERT", wrong)
+    needed = {"position_embedding_type": "absolute", "is_decoder": False, "hidden_act": ACTIVATIONS}
+    _refuse("BERT", config, needed)
 
 
 BERT = ModelFamily(
@@ -496,21 +482,16 @@ _T5_ACTIVATIONS: dict[str, Any] = {**ACTIVATIONS, "relu": relu, "silu": silu}
 
 
 def _t5_config(config: Any) -> dict[str, Any]:
-    return {
-        "num_layers": config.num_decoder_layers,
-        "hidden_size": config.d_model,
-        "ffn_hidden_size": config.d_ff,
-        "num_attention_heads": config.num_heads,
-        "kv_channels": config.d_kv,
-        "softmax_scale": 1.0,
-        "activation_func": _T5_ACTIVATIONS[config.dense_act_fn],
-        "gated_linear_unit": config.is_gated_act,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": config.layer_norm_epsilon,
-        "attention_dropout": config.dropout_rate,
-        "hidden_dropout": config.dropout_rate,
-    }
+    return _fields(
+        config,
+        "num_decoder_layers d_model d_ff num_heads layer_norm_epsilon dropout_rate dropout_rate",
+        kv_channels=config.d_kv,
+        softmax_scale=1.0,
+        activation_func=_T5_ACTIVATIONS[config.dense_act_fn],
+        gated_linear_unit=config.is_gated_act,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+    )
 
 
 def _t5_arguments(model: Any) -> dict[str, Any]:
@@ -528,44 +509,42 @@ def _t5_arguments(model: Any) -> dict[str, Any]:
 
 
 def _t5_weights(config: Any) -> list[Weight]:
-    head = "shared.weight" if config.tie_word_embeddings else "lm_head.weight"
-    weights = [
-        weight("embedding.word_embeddings.weight", "shared.weight", vocabulary(config.vocab_size)),
-        weight("lm_head.output_layer.weight", head, vocabulary(config.vocab_size)),
-    ]
-    qkv = attention(config.num_heads, config.num_heads, config.d_kv)
-    kv = keys_values(config.num_heads, config.d_kv)
+    vocab, heads, size = vocabulary(config.vocab_size), config.num_heads, config.d_kv
+    rows = rows_of(
+        ("embedding.word_embeddings", "shared", vocab),
+        ("lm_head.output_layer", "shared" if config.tie_word_embeddings else "lm_head", vocab),
+    )
     for side, last in (("encoder", 1), ("decoder", 2)):
         layer, name = f"{side}.layers.{{layer}}.", f"{side}.block.{{layer}}.layer."
-        attn, mlp = f"{name}0.SelfAttention.", f"{name}{last}.DenseReluDense."
-        projections = tuple(f"{attn}{letter}.weight" for letter in "qkv")
-        first = (f"{mlp}wi_0.weight", f"{mlp}wi_1.weight") if config.is_gated_act else f"{mlp}wi.weight"
-        bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        weights += [
-            weight(f"{side}_relative_pos_emb.relative_attention_bias.weight", bias, same()),
-            weight(f"{side}.final_layernorm.weight", f"{side}.final_layer_norm.weight", same()),
-            weight(f"{layer}input_layernorm.weight", f"{name}0.layer_norm.weight", same()),
-            weight(f"{layer}self_attention.linear_qkv.weight", projections, qkv),
-            weight(f"{layer}self_attention.linear_proj.weight", f"{attn}o.weight", same(1)),
-            weight(f"{layer}pre_mlp_layernorm.weight", f"{name}{last}.layer_norm.weight", same()),
-            weight(f"{layer}mlp.linear_fc1.weight", first, gated() if config.is_gated_act else same(0)),
-            weight(f"{layer}mlp.linear_fc2.weight", f"{mlp}wo.weight", same(1)),
-        ]
-    layer, name = "decoder.layers.{layer}.", "decoder.block.{layer}.layer."
-    cross = f"{name}1.EncDecAttention."
-    keys_and_values = (f"{cross}k.weight", f"{cross}v.weight")
-    return [
-        *weights,
-        weight(f"{layer}pre_cross_attn_layernorm.weight", f"{name}1.layer_norm.weight", same()),
-        weight(f"{layer}cross_attention.linear_q.weight", f"{cross}q.weight", same(0)),
-        weight(f"{layer}cross_attention.linear_kv.weight", keys_and_values, kv),
-        weight(f"{layer}cross_attention.linear_proj.weight", f"{cross}o.weight", same(1)),
-    ]
-
-
-def _check_t5(config: Any) -> None:
-    if config.dense_act_fn not in _T5_ACTIVATIONS:
-        _refuse("T5", [f"feed_forward_proj={config.feed_forward_proj!r}"])
+        attn, cross, mlp = (
+            f"{name}0.SelfAttention.",
+            f"{name}1.EncDecAttention.",
+            f"{name}{last}.DenseReluDense.",
+        )
+        first = (f"{mlp}wi_0", f"{mlp}wi_1") if config.is_gated_act else f"{mlp}wi"
+        bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias"
+        rows += rows_of(
+            (f"{side}_relative_pos_emb.relative_attention_bias", bias, same()),
+            (f"{side}.final_layernorm", f"{side}.final_layer_norm", same()),
+            (f"{layer}input_layernorm", f"{name}0.layer_norm", same()),
+            (
+                f"{layer}self_attention.linear_qkv",
+                [attn + one for one in "qkv"],
+                attention(heads, heads, size),
+            ),
+            (f"{layer}self_attention.linear_proj", f"{attn}o", same(1)),
+            (f"{layer}pre_mlp_layernorm", f"{name}{last}.layer_norm", same()),
+            (f"{layer}mlp.linear_fc1", first, gated() if config.is_gated_act else same(0)),
+            (f"{layer}mlp.linear_fc2", f"{mlp}wo", same(1)),
+        )
+        if side == "decoder":
+            rows += rows_of(
+                (f"{layer}pre_cross_attn_layernorm", f"{name}1.layer_norm", same()),
+                (f"{layer}cross_attention.linear_q", f"{cross}q", same(0)),
+                (f"{layer}cross_attention.linear_kv", [f"{cross}k", f"{cross}v"], keys_values(heads, size)),
+                (f"{layer}cross_attention.linear_proj", f"{cross}o", same(1)),
+            )
+    return rows
 
 
 T5 = ModelFamily(
@@ -576,7 +555,7 @@ T5 = ModelFamily(
     model_arguments=_t5_arguments,
     weights=_t5_weights,
     build="accel_plugins.megatron.stages:build_t5",
-    check=_check_t5,
+    check=lambda config: _refuse("T5", config, {"dense_act_fn": _T5_ACTIVATIONS}),
 )
 
 ENTRY_POINT_GROUP = "accel.megatron_models"

@@ -217,16 +217,15 @@ def load_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
 
 def check_other_args(plugin: MegatronLMPlugin) -> None:
     """Refuse other arguments that no configuration has, unless code of the user may read them."""
-    if any(getattr(plugin, name) is not None for name in OWN_CODE):
-        return
     configs = (
         core("transformer.transformer_config").TransformerConfig,
         core("optimizer").OptimizerConfig,
         core("distributed").DistributedDataParallelConfig,
     )
     known = {field.name for config in configs for field in fields(config)}
+    has_own_code = any(getattr(plugin, name) is not None for name in OWN_CODE)
     for name, value in (plugin.other_megatron_args or {}).items():
-        if name not in known:
+        if name not in known and not has_own_code:
             hint = did_you_mean(name, known, "leave it out.")
             raise SettingsError(
                 f"MegatronLMPlugin(other_megatron_args=…): {name}={value!r} is unknown; {hint}"

@@ -9,7 +9,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_plugins.kwargs import is_count, resolve_fields
-from accel_plugins.megatron.arguments import enter_network_args, optimizer_args, schedule_args
+from accel_plugins.megatron.arguments import enter_network_args, optimizer_args
 from accel_plugins.megatron.library import EXTRA
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
@@ -23,26 +23,15 @@ if TYPE_CHECKING:
     from accel_plugins.megatron.data import MegatronLMDummyScheduler
 
 DEFAULTS: Mapping[str, Any] = {
-    "tp_degree": 1,
-    "pp_degree": 1,
-    "use_custom_fsdp": False,
-    "overlap_cpu_optimizer_d2h_h2d": False,
-    "no_load_optim": False,
-    "eod_mask_loss": False,
-    "no_save_optim": False,
-    "optimizer_cpu_offload": False,
-    "use_precision_aware_optimizer": False,
+    **dict.fromkeys(("tp_degree", "pp_degree", "context_parallel_size", "num_micro_batches"), 1),
+    **dict.fromkeys(("expert_model_parallel_size", "expert_tensor_parallel_size"), 1),
+    **dict.fromkeys(("no_load_optim", "no_save_optim", "eod_mask_loss", "use_custom_fsdp"), False),
+    **dict.fromkeys(("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"), False),
+    **dict.fromkeys(("use_precision_aware_optimizer", "use_distributed_optimizer"), False),
+    **dict.fromkeys(("calculate_per_token_loss", "sequence_parallelism", "recompute_activations"), False),
     "attention_backend": "auto",
-    "expert_model_parallel_size": 1,
-    "context_parallel_size": 1,
     "attention_softmax_in_fp32": True,
-    "expert_tensor_parallel_size": 1,
-    "calculate_per_token_loss": False,
-    "num_micro_batches": 1,
     "gradient_clipping": 1.0,
-    "sequence_parallelism": False,
-    "recompute_activations": False,
-    "use_distributed_optimizer": False,
 }
 """Values of fields that neither an argument nor the environment sets."""
 
@@ -214,13 +203,14 @@ class MegatronLMPlugin:
         sources = resolve_fields(self, "megatron", DEFAULTS)
         if isinstance(self.attention_backend, bool):
             self.attention_backend = "auto" if self.attention_backend else "unfused"
-        check_fields({field.name: getattr(self, field.name) for field in fields(self)}, sources)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        _check_fields(values, sources)
         if self.recompute_activations:
             self.recompute_granularity = self.recompute_granularity or "selective"
         is_full = self.recompute_granularity == "full"
         self.recompute_method = self.recompute_method or "uniform" if is_full else None
         self.recompute_num_layers = self.recompute_num_layers or 1 if is_full else None
-        values = {_RENAMED.get(field.name, field.name): getattr(self, field.name) for field in fields(self)}
+        values = {_RENAMED.get(name, name): getattr(self, name) for name in values}
         self.megatron_lm_default_args = values | (values.pop("other_megatron_args") or {})
 
     def to_settings(self, settings: Settings) -> Settings:
@@ -252,12 +242,12 @@ class MegatronLMPlugin:
         Raises:
             UnsupportedError: The engine does not support the precision.
         """
-        if mixed_precision not in {"no", "bf16", "fp16"}:
+        if mixed_precision in {"bf16", "fp16"}:
+            self.megatron_lm_default_args[mixed_precision] = True
+        elif mixed_precision != "no":
             raise UnsupportedError(
                 f"mixed_precision={mixed_precision!r} is not supported with Megatron: use 'bf16' or 'fp16'."
             )
-        if mixed_precision != "no":
-            self.megatron_lm_default_args[mixed_precision] = True
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
         """Set the batch sizes in `megatron_lm_default_args`.
@@ -269,11 +259,8 @@ class MegatronLMPlugin:
         self.data_parallel_size = dp_degree
         self.micro_batch_size = micro_batch_size
         self.global_batch_size = dp_degree * micro_batch_size * (self.num_micro_batches or 1)
-        self.megatron_lm_default_args |= {
-            "data_parallel_size": self.data_parallel_size,
-            "micro_batch_size": self.micro_batch_size,
-            "global_batch_size": self.global_batch_size,
-        }
+        for name in ("data_parallel_size", "micro_batch_size", "global_batch_size"):
+            self.megatron_lm_default_args[name] = getattr(self, name)
 
     def set_optimizer_type(self, optimizer: Optimizer) -> None:
         """Set the optimizer and its hyperparameters in `megatron_lm_default_args`.
@@ -295,7 +282,25 @@ class MegatronLMPlugin:
         Raises:
             SettingsError: The length of the schedule is not known.
         """
-        self.megatron_lm_default_args |= schedule_args(self, scheduler)
+        ranks = getattr(self, "data_parallel_size", 1)
+        steps, samples = self.train_iters, self.train_samples
+        if steps is None and samples is None:
+            if scheduler.total_num_steps is None:
+                raise SettingsError(
+                    "MegatronLMDummyScheduler has no total_num_steps, and MegatronLMPlugin neither "
+                    "train_iters nor train_samples: set one of them."
+                )
+            steps = scheduler.total_num_steps // ranks
+        warmup_steps, warmup_samples = self.lr_warmup_iters, self.lr_warmup_samples
+        if self.lr_warmup_fraction is None and warmup_steps is None and warmup_samples is None:
+            warmup_steps = scheduler.warmup_num_steps // ranks
+            warmup_samples = warmup_steps * getattr(self, "global_batch_size", 1)
+        self.megatron_lm_default_args |= {
+            "train_iters": steps,
+            "train_samples": samples,
+            "lr_warmup_iters": warmup_steps or 0,
+            "lr_warmup_samples": warmup_samples or 0,
+        }
 
     def set_network_size_args(self, model: nn.Module, batch_data: Mapping[str, Any] | None = None) -> None:
         """Set the sizes of a model in `megatron_lm_default_args`.
@@ -310,11 +315,7 @@ class MegatronLMPlugin:
         enter_network_args(self, model, batch_data)
 
     def set_tensorboard_logging_options(self) -> None:
-        """Raise: trackers log a run.
-
-        Raises:
-            UnsupportedError: Always. The message names an alternative.
-        """
+        """Raise an `UnsupportedError`, which names an alternative: trackers log a run."""
         raise UnsupportedError(f"set_tensorboard_logging_options() has no effect here: {_TRACKER}.")
 
     def other_args(self, config: type) -> dict[str, Any]:
@@ -381,33 +382,21 @@ _NEEDED = (
 """Fields that another one must accompany, and its least value."""
 
 
-def check_fields(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+def _check_fields(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
     """Refuse fields that are not supported, and values whose mistake megatron-core would not explain."""
     for name, (default, instead) in UNSUPPORTED.items():
         if values[name] != default:
             raise UnsupportedError(f"{sources[name]} is not supported: {instead}.")
-    given = {name for name, value in values.items() if value is not None}
-    problems = [
-        *(
-            f"{sources[key]}: expected one of {row}"
-            for key, row in _CHOICES.items()
-            if values[key] not in row
-        ),
-        *(
-            f"{sources[name]}: expected a whole number above 0"
-            for name in _COUNTS
-            if name in given and not is_count(values[name], least=1)
-        ),
-        *(
-            f"{sources[name]} and {sources[other]} exclude each other: remove one of them"
-            for name, other in _ALTERNATIVES
-            if given.issuperset((name, other))
-        ),
-        *(
-            f"{sources[name]} needs {other}={least}: add it, or leave it out"
-            for name, other, least in _NEEDED
-            if values[name] and (values[other] or 0) < least
-        ),
-    ]
+    wrong = {name: f"expected one of {row}" for name, row in _CHOICES.items() if values[name] not in row}
+    for name in _COUNTS:
+        if values[name] is not None and not is_count(values[name], least=1):
+            wrong[name] = "expected a whole number above 0"
+    problems = [f"{sources[name]}: {problem}" for name, problem in wrong.items()]
+    for name, other in _ALTERNATIVES:
+        if None not in {values[name], values[other]}:
+            problems.append(f"{sources[name]} and {sources[other]} exclude each other: remove one of them")
+    for name, other, least in _NEEDED:
+        if values[name] and (values[other] or 0) < least:
+            problems.append(f"{sources[name]} needs {other}={least}: add it, or leave it out")
     if problems:
         raise SettingsError("; ".join(problems) + ".")

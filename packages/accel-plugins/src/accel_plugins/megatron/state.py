@@ -10,7 +10,6 @@ names weights as megatron-core does, and unpickles its metadata.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -20,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim import SGD
 
 from accel_plugins.full_parameters import ParameterSource
 from accel_plugins.megatron.engine import MegatronEngine
-from accel_plugins.megatron.families import Packing, Weight
+from accel_plugins.megatron.families import Packing, Weight, plain_name
 from accel_plugins.megatron.library import core
 from accel_plugins.sharding.shards import ShardedStates, group_tied_names, source_of
 from accel_plugins.sharding.state import StateAllocator, StateForm, check_groups, state_by_name
@@ -164,25 +164,17 @@ def named_optimizer_state(
     Called on every rank.
     """
     _check_names(engine)
-    slots = find_slots(engine)
-    # 1. Exchange the keys of states and the number of steps; a rank without slots knows neither.
-    entries = [slot.state for slot in slots.values()]
-    keys = {key for entry in entries for key, value in entry.items() if isinstance(value, Tensor)}
-    counts = [*entries, *(group for slot in slots.values() for group in slot.optimizer.param_groups)]
-    steps = {float(count[_STEP]) for count in counts if count.get(_STEP) is not None}
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (keys - {_STEP}, steps))
-    keys, steps = (set[Any]().union(*sets) for sets in zip(*of_ranks, strict=True))
-    # 2. Gather the states.
+    slots, is_adam = find_slots(engine), not isinstance(optimizer, SGD)
+    keys = ("exp_avg", "exp_avg_sq") if is_adam else ("momentum_buffer",)
+    has_state = is_adam or any(group["momentum"] for group in optimizer.param_groups)
     state: dict[str, dict[str, Any]] = {}
-    for key in () if engine.plugin.no_save_optim else sorted(keys):
+    for key in keys if engine.steps and has_state and not engine.plugin.no_save_optim else ():
         parts = gather(
             engine, lambda row, key=key: _full_value(slots, row.parameter, key), torch.float32, trained=True
         )
         for name, value in chain.from_iterable(part.items() for part in parts):
-            if name not in state:
-                state[name] = {_STEP: torch.tensor(max(steps), device="cpu")} if steps else {}
-            state[name][key] = convert(value)
+            steps = {_STEP: torch.tensor(float(engine.steps), device="cpu")} if is_adam else {}
+            state.setdefault(name, steps)[key] = convert(value)
     groups = [
         {**group, "params": [*names]}
         for group, names in zip(optimizer.param_groups, engine.optimizer_names, strict=True)
@@ -197,10 +189,11 @@ def _full_value(
     slots: Mapping[nn.Parameter, OptimizerSlot], parameter: nn.Parameter, key: str | None
 ) -> Tensor:
     """Return a state, or the master weight, in the parameter's shape; slices are all-reduced."""
-    slot = slots.get(parameter)
-    value = None if slot is None else slot.master.detach() if key is None else slot.state[key]
-    if slot is not None and value is not None and slot.start is None:
-        return value
+    slot, value = slots.get(parameter), None
+    if slot is not None:
+        value = slot.master.detach() if key is None else slot.optimizer.state[slot.master].get(key)
+        if value is not None and slot.start is None:
+            return value
     full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
     if slot is not None and value is not None:
         slot.own(full).copy_(value.reshape(-1))
@@ -279,16 +272,23 @@ def _load_weights(engine: MegatronEngine, known: StateDict) -> None:
 def _load_optimizer_state(engine: MegatronEngine, known: StateDict) -> None:
     """Load the optimizer's state of weights of transformers, full or sharded."""
     slots = find_slots(engine)
+    if known:
+        engine.steps = max(int(entry.get(_STEP, 1)) for entry in known.values())
     for row, entries in _iter_known(engine, known):
+        step = entries[0].get(_STEP, 1)
         if (slot := slots.get(row.parameter)) is None:
             continue
-        for key, value in entries[0].items():
-            if key == _STEP:
-                slot.set_step(float(value))
-            elif isinstance(value, Tensor):
+        state = slot.optimizer.state[slot.master]
+        for key in entries[0].keys() - {_STEP}:
+            if isinstance(entries[0][key], Tensor):
                 own = slot.own(row.shard([entry[key] for entry in entries], engine.groups))
-                into = slot.optimizer.state[slot.master].setdefault(key, torch.zeros_like(slot.master))
+                into = state.setdefault(key, torch.zeros_like(slot.master))
                 into.copy_(own.reshape(into.shape))
+        is_fused = not type(slot.optimizer).__module__.startswith("torch.")
+        for group in slot.optimizer.param_groups if is_fused else ():
+            group[_STEP] = int(step)  # PyTorch counts steps by parameter
+        if _STEP in entries[0] and not is_fused:
+            state[_STEP] = torch.tensor(float(step), device="cpu")
 
 
 def _iter_known(engine: MegatronEngine, known: StateDict) -> Iterator[tuple[PlacedWeight, list[Any]]]:
@@ -320,25 +320,11 @@ class OptimizerSlot:
     optimizer: Any
     start: int | None = None
 
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """The state that the optimizer has for the tensor."""
-        return self.optimizer.state.get(self.master, {})
-
     def own(self, value: Tensor) -> Tensor:
         """Return this rank's part of a tensor of the parameter's shape."""
         if self.start is None:
             return value
         return value.reshape(-1)[self.start : self.start + self.master.numel()]
-
-    def set_step(self, step: float) -> None:
-        """Set the number of steps: PyTorch counts them by parameter, fused optimizers by group."""
-        kind = type(self.optimizer)
-        if issubclass(kind, torch.optim.Optimizer) and kind.__module__.startswith("torch."):
-            self.optimizer.state[self.master][_STEP] = torch.tensor(step, device="cpu")
-            return
-        for group in self.optimizer.param_groups:
-            group[_STEP] = int(step)
 
 
 def find_slots(engine: MegatronEngine) -> dict[nn.Parameter, OptimizerSlot]:
@@ -373,30 +359,20 @@ class PlacedWeight:
         return self.packing.shard(self.packing.pack(tensors), groups.tensor_rank, groups.tensor)
 
 
-_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
-# TransformerEngine's linear layers have the norm before them.
-_FUSED = {
-    ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
-    ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
-}
-
-
 def find_rows(stages: Sequence[nn.Module], weights: Sequence[Weight]) -> list[PlacedWeight]:
     """Find the row of every parameter of this rank."""
     rows = {row.parameter: row for row in weights}
     placed: list[PlacedWeight] = []
     for stage in stages:
         for local_name, parameter in stage.named_parameters():
-            name, layer = local_name, None
-            for fused, plain in _FUSED.items():
-                name = name.replace(fused, plain)
-            if match := _LAYER.search(name):  # a stage counts its layers from 0
-                modules: Any = stage.get_submodule(name[: match.start() - 1])
-                layer = modules[int(match[0])].layer_number - 1
-            row = rows.get(_LAYER.sub("{layer}", name))
+            name, layer = plain_name(local_name)
+            if layer is not None:  # a stage counts its layers from 0
+                modules: Any = stage.get_submodule(name.partition(".{layer}")[0])
+                layer = modules[layer].layer_number - 1
+            row = rows.get(name)
             if row is None:
                 raise SettingsError(
-                    f"The parameter {name!r} of Megatron's model has no row in its family: add one."
+                    f"The parameter {local_name!r} of Megatron's model has no row in its family: add one."
                 )
             if row.packing.dim is not None:  # megatron-core sets it only if it initialises weights.
                 vars(parameter).setdefault("tensor_model_parallel", True)

@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -132,12 +132,11 @@ class MegatronStrategy(Strategy):
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Build the stages of a transformers model, and Megatron's optimizer from PyTorch's."""
-        sizes = micro_batch_sizes(bundle.dataloaders)
-        if sizes:
-            smallest = self.plugin.is_train_batch_min
-            self.plugin.set_training_args(min(sizes) if smallest else max(sizes), self.groups.data)
-        if any(isinstance(loader, MegatronLMDummyDataLoader) for loader in bundle.dataloaders):
-            self.plugin.megatron_lm_default_args["megatron_dataset_flag"] = True
+        plugin, loaders = self.plugin, bundle.dataloaders
+        if sizes := micro_batch_sizes(loaders):
+            plugin.set_training_args((min if plugin.is_train_batch_min else max)(sizes), self.groups.data)
+        if any(isinstance(loader, MegatronLMDummyDataLoader) for loader in loaders):
+            plugin.megatron_lm_default_args["megatron_dataset_flag"] = True
         optimizer = bundle.optimizers[0] if bundle.optimizers and not evaluation else None
         context = TrainStepContext(state=AcceleratorState(), device=self.runtime.device)
         with without_core_warnings():
@@ -145,20 +144,15 @@ class MegatronStrategy(Strategy):
                 model if isinstance(model, MegatronEngine) else self._engine(model, optimizer, context)
                 for model in bundle.models
             ]
-        loaders = with_real_loaders(bundle.dataloaders, context)
+        loaders = [with_all_micro_batches(one, plugin) for one in with_real_loaders(loaders, context)]
         schedulers = [
-            MegatronSchedule(self.plugin, scheduler, bundle.optimizers[0])
+            MegatronSchedule(plugin, scheduler, bundle.optimizers[0])
             if isinstance(scheduler, MegatronLMDummyScheduler)
             else scheduler
             for scheduler in bundle.schedulers
         ]
         self._schedules += [item for item in schedulers if isinstance(item, MegatronSchedule)]
-        return replace(
-            bundle,
-            models=models,
-            dataloaders=[with_all_micro_batches(loader, self.plugin) for loader in loaders],
-            schedulers=schedulers,
-        )
+        return replace(bundle, models=models, dataloaders=loaders, schedulers=schedulers)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model of transformers, whose parameters are on the meta device."""
@@ -221,19 +215,17 @@ class MegatronStrategy(Strategy):
 
     def train_step(
         self,
-        model: nn.Module,
+        model: Any,
         forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: Any,
+        kwargs: Any,
         *,
         accumulation: int,
         sync: bool,
     ) -> Any:
         """Run the schedule."""
         del forward
-        return cast("MegatronEngine", model).run(
-            args, kwargs, forward_only=False, accumulation=accumulation, sync=sync
-        )
+        return model.run(args, kwargs, forward_only=False, accumulation=accumulation, sync=sync)
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
         del loss, accumulation, sync, kwargs
@@ -247,16 +239,12 @@ class MegatronStrategy(Strategy):
             raise UnsupportedError(
                 f"clip_grad_norm_(norm_type={norm_type!r}): Megatron clips by the 2-norm. Remove norm_type."
             )
-        optimizer = self.engine.optimizer
-        if not self._prepare():
-            return torch.tensor(float("inf"), device="cpu")
-        return torch.tensor(clip(optimizer, max_norm), device="cpu")
+        norm = clip(self.engine.optimizer, max_norm) if self._prepare() else float("inf")
+        return torch.tensor(norm, device="cpu")
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
         if closure is not None:
-            raise UnsupportedError(
-                "optimizer.step(closure): Megatron's engine steps without a closure. Remove it."
-            )
+            raise UnsupportedError("Megatron's engine steps without a closure: leave it out of step().")
         engine = self.engine
         copy_hyperparameters(optimizer, engine.optimizer)
         vars(optimizer)["_opt_called"] = True  # PyTorch's schedulers check it.
@@ -267,13 +255,13 @@ class MegatronStrategy(Strategy):
         if self.clipping > 0:
             clip(engine.optimizer, self.clipping)
         stepped = bool(engine.optimizer.step_with_ready_grads())
+        engine.steps += stepped
         for schedule in self._schedules if stepped else ():
             schedule.step(engine.samples)
         engine.samples = 0
         return stepped
 
     def discard(self, optimizer: Optimizer) -> None:
-        """Discard the gradients since the last step."""
         del optimizer
         self._is_ready = False
         self.engine.discard()
@@ -347,38 +335,17 @@ def check_request(plugin: MegatronLMPlugin, bundle: Bundle) -> None:
 
 @frozen
 class Groups:
-    """Sizes of Megatron's groups, and this rank in each."""
+    """Sizes of Megatron's groups, and this rank in each; tensor-parallel ranks are neighbours."""
 
     tensor: int
     pipeline: int
     data: int
-    rank: int
-    context: int = 1
-
-    @property
-    def tensor_rank(self) -> int:
-        """The rank in the tensor-parallel group, whose ranks are neighbours."""
-        return self.rank % self.tensor
-
-    @property
-    def data_rank(self) -> int:
-        """The rank in the data-parallel group."""
-        return self.rank // (self.tensor * self.context) % self.data
-
-    @property
-    def pipeline_rank(self) -> int:
-        """The pipeline stage."""
-        return self.rank // (self.tensor * self.context * self.data)
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.pipeline_rank == self.pipeline - 1
-
-    @property
-    def repeats(self) -> bool:
-        """Whether another rank computes the same results from the same batches."""
-        return self.rank % (self.tensor * self.context) > 0 or self.pipeline_rank > 0
+    context: int
+    tensor_rank: int
+    data_rank: int
+    pipeline_rank: int
+    repeats: bool
+    """Whether another rank computes the same results from the same batches."""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -395,10 +362,25 @@ def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
         >>> groups_of(MegatronLMPlugin(tp_degree=2), 4, 3).axes
         {'pp': 1, 'dp_replicate': 2, 'tp': 2}
     """
-    tensor, pipeline = plugin.tp_degree or 1, plugin.pp_degree or 1
-    context = plugin.context_parallel_size or 1
+    tensor, pipeline, context = (
+        plugin.tp_degree or 1,
+        plugin.pp_degree or 1,
+        plugin.context_parallel_size or 1,
+    )
     data = data_parallel_size(tensor, pipeline, context, world_size)
-    return Groups(tensor=tensor, pipeline=pipeline, data=data, context=context, rank=rank)
+    rest, tensor_rank = divmod(rank, tensor)
+    rest, context_rank = divmod(rest, context)
+    stage, data_rank = divmod(rest, data)
+    return Groups(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
+        context=context,
+        tensor_rank=tensor_rank,
+        data_rank=data_rank,
+        pipeline_rank=stage,
+        repeats=(tensor_rank, context_rank, stage) != (0, 0, 0),
+    )
 
 
 _users: weakref.WeakSet[MegatronStrategy] = weakref.WeakSet()  # They have prepared a model.
@@ -414,12 +396,12 @@ def check_shared(groups: Groups) -> None:
     if _users:
         gc.collect()  # It may collect unreferenced strategies.
     for axes in (user.groups.axes for user in _users if user.groups.axes != groups.axes):
-        in_use, wanted = (
-            ", ".join(f"{name} {size}" for name, size in sizes.items()) for sizes in (axes, groups.axes)
+        used, wanted = (
+            ", ".join(f"{name} {size}" for name, size in one.items()) for one in (axes, groups.axes)
         )
         raise SettingsError(
-            f"Another Accelerator trains with Megatron in groups of {in_use}, this one in groups of "
-            f"{wanted}, but megatron-core has one set per process: call free_memory() on it first."
+            f"Another Accelerator trains with Megatron in groups of {used}, this one in groups of {wanted}, "
+            "but megatron-core has one set per process: call free_memory() on it first."
         )
 
 
