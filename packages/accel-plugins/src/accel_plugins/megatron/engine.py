@@ -25,19 +25,10 @@ from accel_plugins.megatron.train_steps import (
 )
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.state import PlacedWeight
     from accel_plugins.megatron.strategy import Groups
-
-
-@frozen
-class TrainStepContext:
-    """The object passed to train steps as `accelerator`."""
-
-    state: Any
-    device: torch.device
 
 
 class MegatronEngine(nn.Module):
@@ -367,19 +358,15 @@ _TRAIN_STEPS: dict[str, Callable[..., AbstractTrainStep]] = {
 }
 
 
-def check_train_step(plugin: MegatronLMPlugin) -> None:
-    """Refuse a model that is described, but has no train step."""
-    kind = plugin.megatron_lm_default_args.get("model_type_name")
-    if plugin.custom_train_step_class is None and kind not in _TRAIN_STEPS:
+def train_step_of(plugin: MegatronLMPlugin, context: Any) -> AbstractTrainStep:
+    """Build the train step of a run; `context` has the `state` and the `device` of an accelerator."""
+    own, args = plugin.custom_train_step_class, plugin.namespace()
+    if own is not None:
+        return own(context, args, **(plugin.custom_train_step_kwargs or {}))
+    kind: Any = getattr(args, "model_type_name", None)
+    if kind not in _TRAIN_STEPS:
         raise UnsupportedError(
             f"There is no train step for a model of the type {kind!r}: give MegatronLMPlugin a "
             "custom_train_step_class."
         )
-
-
-def train_step_of(plugin: MegatronLMPlugin, context: TrainStepContext) -> AbstractTrainStep:
-    """Build the train step of a run."""
-    own, args = plugin.custom_train_step_class, plugin.namespace()
-    if own is not None:
-        return own(context, args, **(plugin.custom_train_step_kwargs or {}))
-    return _TRAIN_STEPS[args.model_type_name](context, args)
+    return _TRAIN_STEPS[kind](context, args)

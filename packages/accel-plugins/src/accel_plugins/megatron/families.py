@@ -187,20 +187,7 @@ def attention(heads: int, groups: int, size: int) -> Packing:
         >>> packed.tolist()
         [[[1, 2], [3, 4], [5, 6], [7, 8]]]
     """
-    queries = heads // groups
-
-    def pack(tensors: Sequence[Tensor]) -> Tensor:
-        parts = [
-            tensor.reshape(groups, number, size, *tensor.shape[1:])
-            for tensor, number in zip(tensors, (queries, 1, 1), strict=True)
-        ]
-        return torch.cat(parts, dim=1)
-
-    def unpack(packed: Tensor) -> list[Tensor]:
-        parts = packed.split([queries, 1, 1], dim=1)
-        return [part.reshape(-1, *part.shape[3:]) for part in parts]
-
-    return Packing(pack=pack, unpack=unpack, dim=0, leading=(-1, queries + 2, size))
+    return _by_groups(groups, size, (heads // groups, 1, 1))
 
 
 def keys_values(heads: int, size: int) -> Packing:
@@ -210,14 +197,20 @@ def keys_values(heads: int, size: int) -> Packing:
         >>> keys_values(2, 1).pack([torch.tensor([1, 2]), torch.tensor([3, 4])]).tolist()
         [[[1], [3]], [[2], [4]]]
     """
+    return _by_groups(heads, size, (1, 1))
+
+
+def _by_groups(groups: int, size: int, heads: tuple[int, ...]) -> Packing:
+    """Return the packing of projections by groups of heads, from their numbers of heads in a group."""
 
     def pack(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.stack([tensor.reshape(heads, size, *tensor.shape[1:]) for tensor in tensors], dim=1)
+        parts = zip(tensors, heads, strict=True)
+        return torch.cat([part.reshape(groups, number, size, *part.shape[1:]) for part, number in parts], 1)
 
     def unpack(packed: Tensor) -> list[Tensor]:
-        return [part.flatten(0, 1) for part in packed.unbind(1)]
+        return [part.reshape(-1, *part.shape[3:]) for part in packed.split(heads, dim=1)]
 
-    return Packing(pack=pack, unpack=unpack, dim=0, leading=(-1, 2, size))
+    return Packing(pack=pack, unpack=unpack, dim=0, leading=(-1, sum(heads), size))
 
 
 def attention_in_one(heads: int, size: int, *, transpose: bool) -> Packing:

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from accel_plugins.kwargs import GradScalerKwargs
 from accel_plugins.megatron.arguments import optimizer_args, scheduler_arguments
@@ -82,9 +82,8 @@ def _detach_shards(optimizer: Any) -> None:
     for part in optimizer.chained_optimizers:
         if not isinstance(part, core("optimizer").DistributedOptimizer) or part.is_stub_optimizer:
             continue
-        detached: dict[int, Tensor] = {}
+        detached = {id(shard): shard.detach() for shard in chain.from_iterable(part.shard_fp32_groups)}
         for shard in chain.from_iterable(part.shard_fp32_groups):
-            detached[id(shard)] = shard.detach()
             vars(detached[id(shard)]).update(vars(shard))
         for tensors in (*part.shard_fp32_groups, *(group["params"] for group in part.optimizer.param_groups)):
             tensors[:] = [detached.get(id(tensor), tensor) for tensor in tensors]

@@ -275,7 +275,6 @@ def _load_optimizer_state(engine: MegatronEngine, known: StateDict) -> None:
     if known:
         engine.steps = max(int(entry.get(_STEP, 1)) for entry in known.values())
     for row, entries in _iter_known(engine, known):
-        step = entries[0].get(_STEP, 1)
         if (slot := slots.get(row.parameter)) is None:
             continue
         state = slot.optimizer.state[slot.master]
@@ -284,11 +283,13 @@ def _load_optimizer_state(engine: MegatronEngine, known: StateDict) -> None:
                 own = slot.own(row.shard([entry[key] for entry in entries], engine.groups))
                 into = state.setdefault(key, torch.zeros_like(slot.master))
                 into.copy_(own.reshape(into.shape))
-        is_fused = not type(slot.optimizer).__module__.startswith("torch.")
-        for group in slot.optimizer.param_groups if is_fused else ():
-            group[_STEP] = int(step)  # PyTorch counts steps by parameter
-        if _STEP in entries[0] and not is_fused:
+        if (step := entries[0].get(_STEP)) is None:
+            continue
+        if type(slot.optimizer).__module__.startswith("torch."):
             state[_STEP] = torch.tensor(float(step), device="cpu")
+            continue
+        for group in slot.optimizer.param_groups:  # PyTorch counts steps by parameter.
+            group[_STEP] = int(step)
 
 
 def _iter_known(engine: MegatronEngine, known: StateDict) -> Iterator[tuple[PlacedWeight, list[Any]]]:

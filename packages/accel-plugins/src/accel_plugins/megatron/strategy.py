@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from accel_plugins.megatron.data import (
     with_all_micro_batches,
     with_real_loaders,
 )
-from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext, check_train_step, train_step_of
+from accel_plugins.megatron.engine import MegatronEngine, train_step_of
 from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.generate import generate
 from accel_plugins.megatron.library import (
@@ -101,11 +102,8 @@ class MegatronStrategy(Strategy):
         load_library("the strategy 'megatron'")
         plugin: MegatronLMPlugin = handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
         if plugin.use_precision_aware_optimizer:
-            require(
-                "transformer_engine",
-                "MegatronLMPlugin(use_precision_aware_optimizer=True)",
-                install=ENGINE_EXTRA,
-            )
+            what = "MegatronLMPlugin(use_precision_aware_optimizer=True)"
+            require("transformer_engine", what, install=ENGINE_EXTRA)
         plugin.set_mixed_precision(AcceleratorState().mixed_precision)  # It refuses recipes.
         groups = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
         check_shared(groups)
@@ -138,7 +136,7 @@ class MegatronStrategy(Strategy):
         if any(isinstance(loader, MegatronLMDummyDataLoader) for loader in loaders):
             plugin.megatron_lm_default_args["megatron_dataset_flag"] = True
         optimizer = bundle.optimizers[0] if bundle.optimizers and not evaluation else None
-        context = TrainStepContext(state=AcceleratorState(), device=self.runtime.device)
+        context = SimpleNamespace(state=AcceleratorState(), device=self.runtime.device)
         with without_core_warnings():
             models = [
                 model if isinstance(model, MegatronEngine) else self._engine(model, optimizer, context)
@@ -158,7 +156,7 @@ class MegatronStrategy(Strategy):
         """Return the model of transformers, whose parameters are on the meta device."""
         return model.source if isinstance(model, MegatronEngine) else model
 
-    def _engine(self, model: Any, optimizer: Optimizer | None, context: TrainStepContext) -> MegatronEngine:
+    def _engine(self, model: Any, optimizer: Optimizer | None, context: Any) -> MegatronEngine:
         # 1. Set the plugin's arguments from the prepared objects, and refuse untrainable ones.
         plugin, groups, precision = self.plugin, self.groups, self.precision.name
         plugin.set_network_size_args(model)
@@ -166,8 +164,8 @@ class MegatronStrategy(Strategy):
             plugin.set_optimizer_type(optimizer)
         family = None if plugin.custom_model_provider_function is not None else find_family(model)
         check_device()
-        check_train_step(plugin)
         check_other_args(plugin)
+        step = train_step_of(plugin, context)
         backend = plugin.attention_backend
         if family and backend in {"flash", "fused"} and not uses_transformer_engine(backend):
             raise UnsupportedError(f"attention_backend={backend!r} needs the library transformer-engine.")
@@ -204,7 +202,7 @@ class MegatronStrategy(Strategy):
             placed=placed,
             groups=groups,
             plugin=plugin,
-            step=train_step_of(plugin, context),
+            step=step,
             generate=generate,
             optimizer=made,
             optimizer_names=names,
@@ -309,8 +307,7 @@ def check_request(plugin: MegatronLMPlugin, bundle: Bundle) -> None:
             f"prepare() got {len(fresh)} models and {len(optimizers)} optimizers: Megatron builds one model "
             "and one optimizer together, as in prepare(model, optimizer)."
         )
-    placeholders = [item for item in bundle.schedulers if isinstance(item, MegatronLMDummyScheduler)]
-    if placeholders and not optimizers:
+    if not optimizers and any(isinstance(item, MegatronLMDummyScheduler) for item in bundle.schedulers):
         raise SettingsError(
             "prepare() got a MegatronLMDummyScheduler without its optimizer: prepare them in one call, as in "
             "prepare(model, optimizer, scheduler)."
@@ -362,11 +359,8 @@ def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
         >>> groups_of(MegatronLMPlugin(tp_degree=2), 4, 3).axes
         {'pp': 1, 'dp_replicate': 2, 'tp': 2}
     """
-    tensor, pipeline, context = (
-        plugin.tp_degree or 1,
-        plugin.pp_degree or 1,
-        plugin.context_parallel_size or 1,
-    )
+    tensor, pipeline = plugin.tp_degree or 1, plugin.pp_degree or 1
+    context = plugin.context_parallel_size or 1
     data = data_parallel_size(tensor, pipeline, context, world_size)
     rest, tensor_rank = divmod(rank, tensor)
     rest, context_rank = divmod(rest, context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,46 +45,38 @@ class AbstractTrainStep(ABC):
         """Return the loss function: it returns the loss, and a dictionary of losses over all replicas."""
 
 
-class _BatchTrainStep(AbstractTrainStep):
-    """A step that reads batches of transformers, or of Megatron's indexed data sets."""
+class _TrainStep(AbstractTrainStep):
+    """A step with a loss over tokens; `_read` and `_arguments` are of a kind of model."""
 
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return the plugin's `custom_get_batch_function`, or one for batches of transformers or of Megatron.
+    indexed: tuple[str, ...]
+    """Names of the inputs in batches of Megatron's indexed data sets."""
 
-        Args:
-            accelerator: Its plugin may set the function.
-            megatron_dataset_flag: Whether batches are of Megatron's data sets.
-        """
-        own = accelerator.state.megatron_lm_plugin.custom_get_batch_function
-        return own or (self._read_indexed if megatron_dataset_flag else self._read)
-
-    @abstractmethod
-    def _read(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]: ...
-
-    @abstractmethod
-    def _read_indexed(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]: ...
-
-
-class TokenTrainStep(_BatchTrainStep):
-    """A train step with a loss over tokens."""
-
-    def __init__(self, name: str, accelerator: Any, args: Namespace) -> None:
+    def __init__(
+        self,
+        name: str,
+        accelerator: Any,
+        args: Namespace,
+        of_loss: Sequence[Any] = (),
+        of_step: Sequence[Any] = (),
+    ) -> None:
         super().__init__(name)
         self.args = args
         self.return_logits = bool(args.return_logits)
         self.per_token = bool(accelerator.state.megatron_lm_plugin.calculate_per_token_loss)
         self.get_batch = self.get_batch_func(accelerator, args.megatron_dataset_flag)
-        self.loss_func = self.get_loss_func(accelerator)
-        self.forward_step = self.get_forward_step_func()
+        self.loss_func = self.get_loss_func(accelerator, *of_loss)
+        self.forward_step = self.get_forward_step_func(*of_step)
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
+        """Return the plugin's function, or one for batches of transformers or of Megatron's data sets."""
+        own = accelerator.state.megatron_lm_plugin.custom_get_batch_function
+        read = self._read_indexed if megatron_dataset_flag else self._read
+        return own or (lambda data_iterator: read(next(data_iterator)))
 
     def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
-        """Return the plugin's `custom_loss_function`, or the mean loss of the tokens of a micro-batch.
-
-        Args:
-            accelerator: Its plugin may set the function.
-        """
+        """Return the plugin's function, or the mean loss of the tokens of a micro-batch."""
         own = accelerator.state.megatron_lm_plugin.custom_loss_function
-        return own if own is not None else partial(token_loss, per_token=self.per_token)
+        return own or partial(token_loss, per_token=self.per_token)
 
     def get_forward_step_func(self) -> Callable[..., Any]:
         """Return the forward step."""
@@ -100,11 +92,17 @@ class TokenTrainStep(_BatchTrainStep):
         return forward_step
 
     @abstractmethod
+    def _read(self, batch: Mapping[str, Any]) -> tuple[Any, ...]: ...
+
+    def _read_indexed(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(batch.get(name) for name in self.indexed)
+
     def _arguments(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], Tensor, Tensor]:
         """Return the model's inputs, its labels by name, the labels and the mask of the loss."""
+        raise NotImplementedError
 
 
-class GPTTrainStep(TokenTrainStep):
+class GPTTrainStep(_TrainStep):
     """The train step of decoders: the loss of the next token.
 
     A batch has `input_ids`, and may have `labels` (as for transformers: not shifted, -100 is ignored by the
@@ -115,11 +113,12 @@ class GPTTrainStep(TokenTrainStep):
         args: `MegatronLMPlugin.megatron_lm_default_args` as attributes.
     """
 
+    indexed = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
     def __init__(self, accelerator: Any, args: Namespace) -> None:
         super().__init__("GPTTrainStep", accelerator, args)
 
-    def _read(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]:
-        batch = next(data_iterator)
+    def _read(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         tokens = batch["input_ids"]
         targets = batch.get("labels")
         shifted = functional.pad((tokens if targets is None else targets)[:, 1:], (0, 1), value=IGNORED)
@@ -129,11 +128,6 @@ class GPTTrainStep(TokenTrainStep):
         by_engine = uses_transformer_engine(self.args.attention_backend)
         mask = causal_mask(batch.get("attention_mask"), padding_at_end=by_engine)
         return tokens, shifted.clamp(min=0), shifted != IGNORED, mask, position_ids
-
-    def _read_indexed(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]:
-        batch = next(data_iterator)
-        mask = batch.get("attention_mask")
-        return batch["tokens"], batch["labels"], batch["loss_mask"], mask, batch["position_ids"]
 
     def _arguments(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], Tensor, Tensor]:
         tokens, labels, loss_mask, attention_mask, position_ids = own_chunks(batch)
@@ -157,8 +151,8 @@ def token_loss(loss_mask: Tensor, output_tensor: Any, *, per_token: bool) -> tup
     reduced = {"lm loss": avg_losses_across_data_parallel_group([sum_over_context(mean)])[0]}
     if logits is not None:
         gather_vocabulary = core("tensor_parallel.mappings").gather_from_tensor_model_parallel_region
-        full = gather_chunks(gather_vocabulary(logits.detach()).transpose(0, 1))
-        reduced["logits"] = full.transpose(0, 1)
+        by_position = gather_vocabulary(logits.detach()).transpose(0, 1)
+        reduced["logits"] = gather_chunks(by_position).transpose(0, 1)
     return (total, count.int(), reduced) if per_token else (mean, reduced)
 
 
@@ -172,9 +166,8 @@ def with_losses(model: Any, output: Tensor, labels: Tensor) -> Any:
         inner = inner.module
     if not inner.post_process:
         return output
-    by_position = output.transpose(0, 1).clone(
-        memory_format=torch.contiguous_format
-    )  # The loss overwrites it.
+    # The loss overwrites it.
+    by_position = output.transpose(0, 1).clone(memory_format=torch.contiguous_format)
     return inner.compute_language_model_loss(labels, by_position), output
 
 
@@ -231,7 +224,7 @@ def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     return averages / dist.get_world_size(group)
 
 
-class BertTrainStep(_BatchTrainStep):
+class BertTrainStep(_TrainStep):
     """The train step of encoders: masked tokens, with or without sentence order, or classes.
 
     A batch has `input_ids` and `labels` of transformers (-100 is ignored by the loss of tokens), and may have
@@ -245,20 +238,20 @@ class BertTrainStep(_BatchTrainStep):
         UnsupportedError: The plugin requests the loss per token.
     """
 
+    indexed = ("text", "types", "is_random", "loss_mask", "labels", "padding_mask")
+
     def __init__(self, accelerator: Any, args: Namespace) -> None:
-        super().__init__("BertTrainStep")
         if accelerator.state.megatron_lm_plugin.calculate_per_token_loss:
             raise UnsupportedError(
                 "BertTrainStep has no loss by token: leave out calculate_per_token_loss of MegatronLMPlugin."
             )
-        self.args = args
-        self.return_logits = bool(args.return_logits)
-        self.get_batch = self.get_batch_func(accelerator, args.megatron_dataset_flag)
-        self.loss_func = self.get_loss_func(accelerator, args.pretraining_flag, args.num_labels)
-        self.forward_step = self.get_forward_step_func(args.pretraining_flag, args.bert_binary_head)
+        of_loss, of_step = (
+            (args.pretraining_flag, args.num_labels),
+            (args.pretraining_flag, args.bert_binary_head),
+        )
+        super().__init__("BertTrainStep", accelerator, args, of_loss, of_step)
 
-    def _read(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]:
-        batch = next(data_iterator)
+    def _read(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         tokens, labels = batch["input_ids"], batch["labels"]
         types, padding = batch.get("token_type_ids"), batch.get("attention_mask")
         types = torch.zeros_like(tokens) if types is None else types
@@ -267,11 +260,6 @@ class BertTrainStep(_BatchTrainStep):
             return tokens, types, None, None, labels, padding
         is_labelled = labels != IGNORED
         return tokens, types, batch.get("next_sentence_label"), is_labelled, labels.clamp(min=0), padding
-
-    def _read_indexed(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]:
-        batch = next(data_iterator)
-        names = ("text", "types", "is_random", "loss_mask", "labels", "padding_mask")
-        return tuple(batch[name] for name in names)
 
     def get_loss_func(  # pyright: ignore[reportIncompatibleMethodOverride] - as documented
         self, accelerator: Any, pretraining_flag: bool, num_labels: int
@@ -284,9 +272,9 @@ class BertTrainStep(_BatchTrainStep):
             num_labels: Number of classes.
         """
         own = accelerator.state.megatron_lm_plugin.custom_loss_function
-        if own is not None:
-            return own
-        return _pretraining_loss if pretraining_flag else partial(_class_loss, num_labels, self.return_logits)
+        return own or (
+            _pretraining_loss if pretraining_flag else partial(_class_loss, num_labels, self.return_logits)
+        )
 
     def get_forward_step_func(  # pyright: ignore[reportIncompatibleMethodOverride] - as documented
         self, pretraining_flag: bool, bert_binary_head: bool
@@ -300,18 +288,15 @@ class BertTrainStep(_BatchTrainStep):
 
         def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[..., Any]]:
             tokens, types, order, loss_mask, labels, padding_mask = self.get_batch(data_iterator)
+            named = {"lm_labels": labels} if pretraining_flag and not self.return_logits else {}
+            output = model(tokens, padding_mask, tokentype_ids=types, **named)
+            # The last stage returns a pair: losses or logits of tokens, and logits of sentences.
             if not pretraining_flag:
-                output = model(tokens, padding_mask, tokentype_ids=types)
-                output = output[1] if isinstance(output, tuple) else output
-                return output, partial(self.loss_func, labels)
-            if self.return_logits:
-                output = model(tokens, padding_mask, tokentype_ids=types)
-                pair = output if isinstance(output, tuple) else (output, None)
-                output = with_losses(model, pair[0], labels)
-                output = (*output, pair[1]) if isinstance(output, tuple) else output
-            else:
-                output = model(tokens, padding_mask, tokentype_ids=types, lm_labels=labels)
-                output = (output[0], None, output[1]) if isinstance(output, tuple) else output
+                return output[1] if isinstance(output, tuple) else output, partial(self.loss_func, labels)
+            if isinstance(output, tuple):
+                first, order_logits = output
+                pair = with_losses(model, first, labels) if self.return_logits else (first, None)
+                output = (*pair, order_logits)
             return output, partial(self.loss_func, loss_mask, order if bert_binary_head else None)
 
         return forward_step
@@ -346,7 +331,7 @@ def _class_loss(
     return loss, (reduced | {"logits": logits.detach()} if return_logits else reduced)
 
 
-class T5TrainStep(TokenTrainStep):
+class T5TrainStep(_TrainStep):
     """The train step of encoder-decoders: the loss of the decoder's tokens.
 
     A batch has `input_ids` and `labels` of transformers (-100 is ignored by the loss), and may have
@@ -356,6 +341,8 @@ class T5TrainStep(TokenTrainStep):
         accelerator: Has `state` and `device`.
         args: `MegatronLMPlugin.megatron_lm_default_args` as attributes.
     """
+
+    indexed = ("text_enc", "text_dec", "loss_mask", "labels", "enc_mask", "dec_mask", "enc_dec_mask")
 
     def __init__(self, accelerator: Any, args: Namespace) -> None:
         super().__init__("T5TrainStep", accelerator, args)
@@ -417,8 +404,7 @@ class T5TrainStep(TokenTrainStep):
         inputs = (tokens, decoder_tokens, *(mask.unsqueeze(1) for mask in masks))
         return inputs, {"lm_labels": labels}, labels, loss_mask
 
-    def _read(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]:
-        batch = next(data_iterator)
+    def _read(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         tokens, labels = batch["input_ids"], batch["labels"]
         padding, inputs = batch.get("attention_mask"), batch.get("decoder_input_ids")
         padding = torch.ones_like(tokens) if padding is None else padding
@@ -428,17 +414,13 @@ class T5TrainStep(TokenTrainStep):
             inputs = inputs.masked_fill(inputs == IGNORED, self.args.pad_token_id)
         future = self.get_decoder_mask(labels.shape[1], labels.device)
         own = batch.get("decoder_attention_mask")
-        return (
-            tokens,
-            inputs,
-            labels != IGNORED,
-            labels.clamp(min=0),
+        masks = (
             self.attn_mask_postprocess(padding),
             future if own is None else future | (own == 0).unsqueeze(1),
             self.get_enc_dec_mask(padding, labels.shape[1], labels.device),
         )
+        return tokens, inputs, labels != IGNORED, labels.clamp(min=0), *masks
 
-    def _read_indexed(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]:
-        batch = next(data_iterator)
-        masks = (batch[name] < 0.5 for name in ("enc_mask", "dec_mask", "enc_dec_mask"))
-        return batch["text_enc"], batch["text_dec"], batch["loss_mask"], batch["labels"], *masks
+    def _read_indexed(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        *inputs, first, second, third = super()._read_indexed(batch)
+        return *inputs, first < 0.5, second < 0.5, third < 0.5
