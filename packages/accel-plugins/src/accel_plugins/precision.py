@@ -74,33 +74,68 @@ def build_precision(
         )
     scaling = None
     if name == "fp16":
-        scaler = build_scaler(device, scaler_kwargs or GradScalerKwargs(), shared=shared)
+        kind = ShardedGradScaler if shared else GradScaler
+        scaler = kind(device.type, **(scaler_kwargs or GradScalerKwargs()).to_kwargs())
         scaling = LossScaling(scaler, master_weights=master_weights)
     options = (autocast_kwargs or AutocastKwargs()).to_kwargs()
-    return MixedPrecision(name, device.type, dtype=DTYPES[name], options=options, scaling=scaling)
+    return PrecisionPolicy(name, device.type, dtype=DTYPES[name], options=options, scaling=scaling)
+
+
+def step_unscaled(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+    """Step, and return True: the step of policies without a loss scaler."""
+    if closure is None:  # some optimizers have a step without arguments
+        optimizer.step()
+    else:
+        optimizer.step(closure)
+    return True
 
 
 class PrecisionPolicy:
-    """Decides in which dtypes models compute, and scales losses where the dtype needs it.
+    """Decides in which dtype models compute, and scales losses where the dtype needs it.
 
-    This class is the policy `"no"`: models compute in their own dtypes.
+    Parameters are unchanged.
 
-    Attributes:
+    Args:
         name: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
         device_type: The type of the device on which models compute.
-        scaler: The loss scaler, where the policy has one.
+        dtype: Operations run in this dtype; `None`: models compute in their own dtypes.
+        options: Options of autocast.
+        scaling: The loss scaling, if any.
+
+    Attributes:
+        step: Called with an optimizer, and a closure or `None`: unscales if necessary, and steps; returns
+            False if gradients were not finite and nothing was done. Where the device decides, as for fused
+            optimizers, the result is a 0-d tensor on the device.
     """
 
-    scaler: GradScaler | None = None
-
-    def __init__(self, name: str, device_type: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        device_type: str,
+        *,
+        dtype: torch.dtype | None = None,
+        options: Mapping[str, Any] | None = None,
+        scaling: LossScaling | None = None,
+    ) -> None:
         self.name, self.device_type = name, device_type
+        self.dtype, self.options, self.scaling = dtype, options or {}, scaling
+        self.step: Callable[..., bool | Tensor] = step_unscaled if scaling is None else scaling.step
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler, if any; `None` if neither it nor autocast is enabled."""
+        if self.scaling is None or (self.dtype is None and not self.scaling.scaler.is_enabled()):
+            return None
+        return self.scaling.scaler
 
     def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a new context in which operations run in the policy's dtype; `kwargs` replace options.
 
         Without a 16-bit dtype it does nothing, or disables an enclosing autocast if `kwargs` do.
         """
+        if self.dtype is not None:
+            options = self.options if kwargs is None else kwargs.to_kwargs()
+            return torch.autocast(self.device_type, self.dtype, **options)
         if kwargs is None or kwargs.enabled:
             return nullcontext()
         return torch.autocast(self.device_type, enabled=False)
@@ -111,104 +146,12 @@ class PrecisionPolicy:
         Called once per `prepare`, before the strategy wraps. Optimizers in the bundle become known to
         the loss scaler.
         """
-        return bundle
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss, to call `backward` on."""
-        return loss
-
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the gradients of these optimizers by the scale, once per step however often it is called."""
-
-    @staticmethod
-    def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        """Unscale if necessary, and step; return False if gradients were not finite and nothing was done.
-
-        Where the device decides, as for fused optimizers, the result is a 0-d tensor on the device.
-        """
-        if closure is None:  # some optimizers have a step without arguments
-            optimizer.step()
-        else:
-            optimizer.step(closure)
-        return True
-
-    def state_dict(self) -> StateDict:
-        """Return the state needed to resume; empty without a loss scaler."""
-        return {}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Resume from a `state_dict`; warn of one that this policy cannot use."""
-        if state:
-            logger.warning(
-                "The checkpoint holds the state of a loss scaler, which mixed_precision=%r does not have: "
-                "it is not used.",
-                self.name,
-            )
-
-
-step_unscaled = PrecisionPolicy.step
-"""The step of policies without a loss scaler."""
-
-
-class MixedPrecision(PrecisionPolicy):
-    """The policies `"bf16"` and `"fp16"`: parameters are unchanged, operations run in `dtype`.
-
-    Without a dtype, only the loss scaler remains.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        device_type: str,
-        *,
-        dtype: torch.dtype | None,
-        options: Mapping[str, Any] | None = None,
-        scaling: LossScaling | None = None,
-    ) -> None:
-        super().__init__(name, device_type)
-        self.dtype, self.options, self.scaling = dtype, options or {}, scaling
-
-    @property
-    def scaler(self) -> GradScaler | None:  # pyright: ignore[reportIncompatibleVariableOverride] - read only in both
-        """The loss scaler, if any; `None` if neither it nor autocast is enabled."""
-        if self.scaling is None or (self.dtype is None and not self.scaling.scaler.is_enabled()):
-            return None
-        return self.scaling.scaler
-
-    def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        if self.dtype is None:
-            return super().autocast(kwargs)
-        options = self.options if kwargs is None else kwargs.to_kwargs()
-        return torch.autocast(self.device_type, self.dtype, **options)
-
-    def convert(self, bundle: Bundle) -> Bundle:
-        """Wrap every model's `forward` in autocast, and convert its results to float32."""
         for model in () if self.dtype is None else bundle.models:
             if not has_wrapped_forward(model):
                 replace_forward(model, self._around)
         if self.scaling is not None:
             self.scaling.add(bundle.optimizers)
         return bundle
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss if self.scaling is None else self.scaling.scale(loss)
-
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        if self.scaling is not None:
-            self.scaling.unscale(optimizers)
-
-    def step(  # pyright: ignore[reportIncompatibleMethodOverride] - callers have an instance
-        self, optimizer: Optimizer, closure: Callable[[], float] | None = None
-    ) -> bool | Tensor:
-        step = step_unscaled if self.scaling is None else self.scaling.step
-        return step(optimizer, closure)
-
-    def state_dict(self) -> StateDict:
-        return {} if self.scaling is None else self.scaling.state_dict()
-
-    def load_state_dict(self, state: StateDict) -> None:
-        load = super().load_state_dict if self.scaling is None else self.scaling.load_state_dict
-        load(state)
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
@@ -218,6 +161,30 @@ class MixedPrecision(PrecisionPolicy):
             return convert_to_fp32(result)
 
         return mixed
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the scaled loss, to call `backward` on."""
+        return loss if self.scaling is None else self.scaling.scale(loss)
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divide the gradients of these optimizers by the scale, once per step however often it is called."""
+        if self.scaling is not None:
+            self.scaling.unscale(optimizers)
+
+    def state_dict(self) -> StateDict:
+        """Return the state needed to resume; empty without a loss scaler."""
+        return {} if self.scaling is None else self.scaling.state_dict()
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Resume from a `state_dict`; warn of one that this policy cannot use."""
+        if self.scaling is not None:
+            self.scaling.load_state_dict(state)
+        elif state:
+            logger.warning(
+                "The checkpoint holds the state of a loss scaler, which mixed_precision=%r does not have: "
+                "it is not used.",
+                self.name,
+            )
 
 
 class EnginePrecision(PrecisionPolicy):
@@ -239,23 +206,9 @@ class EnginePrecision(PrecisionPolicy):
         read_scale: Callable[[], StateDict] = dict,
         write_scale: Callable[[StateDict], None] = lambda _: None,
     ) -> None:
-        super().__init__(name, device_type)
+        super().__init__(name, device_type, dtype=DTYPES.get(name))
         self.state_dict = read_scale
         self.load_state_dict = write_scale  # pyright: ignore[reportAttributeAccessIssue] - of one argument
-
-    def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a context for computations outside of models."""
-        if self.name not in DTYPES:
-            return super().autocast(kwargs)
-        options = {} if kwargs is None else kwargs.to_kwargs()
-        return torch.autocast(self.device_type, DTYPES[self.name], **options)
-
-    def convert(self, bundle: Bundle) -> Bundle:
-        """Make every model's `forward` convert its inputs and outputs."""
-        for model in bundle.models if self.name in DTYPES else ():
-            if not has_wrapped_forward(model):
-                replace_forward(model, self._around)
-        return bundle
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         dtype = DTYPES[self.name]
@@ -283,7 +236,7 @@ def compute_in_float32(precision: PrecisionPolicy) -> PrecisionPolicy:
         ('fp16', None)
     """
     scaling = LossScaling(GradScaler(enabled=False))
-    return MixedPrecision(precision.name, precision.device_type, dtype=None, scaling=scaling)
+    return PrecisionPolicy(precision.name, precision.device_type, scaling=scaling)
 
 
 def switch_autocast(precision: PrecisionPolicy, casts: bool) -> PrecisionPolicy:
@@ -297,17 +250,16 @@ def switch_autocast(precision: PrecisionPolicy, casts: bool) -> PrecisionPolicy:
     """
     if isinstance(precision, EnginePrecision):
         return precision
-    name, kind = precision.name, precision.device_type
-    own = MixedPrecision(name, kind, dtype=None)
-    changed = copy.copy(precision) if isinstance(precision, MixedPrecision) else own
-    changed.dtype = (DTYPES.get(name) or torch.get_autocast_dtype(kind)) if casts else None
+    changed = copy.copy(precision)
+    own = DTYPES.get(precision.name)
+    changed.dtype = (own or torch.get_autocast_dtype(precision.device_type)) if casts else None
     return changed
 
 
 def with_autocast_options(precision: PrecisionPolicy, options: AutocastKwargs | None) -> PrecisionPolicy:
-    """Return a policy with other options of autocast, where it has any."""
+    """Return a policy with other options of autocast; that of an engine stays as it is."""
     changed = copy.copy(precision)
-    if isinstance(changed, MixedPrecision):
+    if not isinstance(changed, EnginePrecision):
         changed.options = (options or AutocastKwargs()).to_kwargs()
     return changed
 
@@ -318,9 +270,8 @@ def switch_scaler(precision: PrecisionPolicy, scaler: GradScaler | None) -> None
     Raises:
         SettingsError: The policy has no loss scaling.
     """
-    scaling = precision.scaling if isinstance(precision, MixedPrecision) else None
-    if scaling is not None:
-        scaling.scaler = GradScaler(enabled=False) if scaler is None else scaler
+    if precision.scaling is not None:
+        precision.scaling.scaler = GradScaler(enabled=False) if scaler is None else scaler
     elif scaler is not None:
         raise SettingsError(
             f"accelerator.scaler = {scaler!r}: losses are scaled with mixed_precision='fp16' alone, and "
@@ -359,9 +310,8 @@ class LossScaling:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         if any(p.dtype is torch.float16 and p.requires_grad for p in parameters):
             raise SettingsError(
-                f"{type(optimizer).__qualname__} trains parameters in float16 with "
-                "mixed_precision='fp16', whose loss scaling needs them in float32. Load the model in "
-                "float32; or keep it, in bfloat16 rather than float16, and use mixed_precision='no'."
+                f"{type(optimizer).__qualname__} trains parameters in float16 with mixed_precision='fp16', "
+                "which needs float32. Load the model in float32, or in bfloat16 with mixed_precision='no'."
             )
         self._checked.add(optimizer)
 
@@ -407,10 +357,8 @@ class LossScaling:
                 "mixed_precision='fp16'; use 'bf16' or 'no'."
             )
         if optimizer in self._stepped:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step() was called twice for one loss. Call "
-                "accelerator.backward() in between."
-            )
+            name = type(optimizer).__name__
+            raise RuntimeError(f"{name}.step() was called twice for one loss. Call backward() in between.")
         if optimizer not in self._optimizers:
             self.add([optimizer])
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -533,12 +481,6 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
     return ShardedGradScaler(**kwargs)
 
 
-def build_scaler(device: torch.device, options: GradScalerKwargs, *, shared: bool) -> GradScaler:
-    """Build a loss scaler."""
-    kind = ShardedGradScaler if shared else GradScaler
-    return kind(device.type, **options.to_kwargs())
-
-
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
@@ -555,9 +497,7 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return nullcontext()
     state = AcceleratorState()
-    return build_precision(
-        state.mixed_precision, state.device, autocast_kwargs, GradScalerKwargs()
-    ).autocast()
+    return build_precision(state.mixed_precision, state.device, autocast_kwargs).autocast()
 
 
 def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwargs: Any) -> GradScaler:
@@ -572,5 +512,5 @@ def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwa
         >>> get_grad_scaler(enabled=False).is_enabled()
         False
     """
-    shared = has_sharded_gradients(distributed_type)
-    return build_scaler(PartialState().device, GradScalerKwargs(**kwargs), shared=shared)
+    kind = ShardedGradScaler if has_sharded_gradients(distributed_type) else GradScaler
+    return kind(PartialState().device.type, **GradScalerKwargs(**kwargs).to_kwargs())

@@ -379,7 +379,7 @@ class Strategy:
         del sync  # `no_sync` around the forward pass decides
         if accumulation != 1:
             loss = loss / accumulation
-        if self.precision.scaler is not None:
+        if self.precision.scaling is not None:
             loss = self.precision.scale(loss)
         loss.backward(**kwargs)
 
@@ -455,7 +455,7 @@ class Strategy:
     def unscale(self, parameters: Parameters, optimizers: Optimizers) -> list[Tensor]:
         """Unscale the gradients of the optimizers that own any of the parameters; return the parameters."""
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
-        if self.precision.scaler is not None:
+        if self.precision.scaling is not None:
             ids = {*map(id, tensors)}
             self.precision.unscale(
                 optimizer

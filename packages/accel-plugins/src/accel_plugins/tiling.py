@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
-from accel_ops.modules import unbound_forward
+from accel_ops.modules import replaced_attributes, unbound_forward
 from accel_plugins.fsdp.blocks import checkpoint_function
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
@@ -316,12 +316,12 @@ def chunk_loss(model: nn.Module, chunk_size: int) -> None:
     Raises:
         UnsupportedError: The model's loss is not the next-token loss of a linear head.
     """
+    setting, name = f"loss_chunk_size={chunk_size!r}", type(model).__qualname__
     causal: Any = next((part for part in model.modules() if "loss_type" in vars(part)), None)
-    name = type(model).__qualname__
     if causal is None or causal.config.is_encoder_decoder:
         raise UnsupportedError(
-            f"loss_chunk_size={chunk_size!r}: {name} is not a causal language model of transformers. Remove "
-            "this option, and call accel_plugins.tiling.chunked_cross_entropy in the model's own forward."
+            f"{setting}: {name} is not a causal language model of transformers. Leave it out, and call "
+            "accel_plugins.tiling.chunked_cross_entropy in the model's own forward."
         )
     head, reason = causal.get_output_embeddings(), ""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
@@ -329,7 +329,7 @@ def chunk_loss(model: nn.Module, chunk_size: int) -> None:
     elif getattr(causal.loss_function, "__name__", "") != "ForCausalLMLoss":
         reason = f"it has the loss function {causal.loss_function!r}, not that of the next token"
     if reason:
-        raise UnsupportedError(f"loss_chunk_size={chunk_size!r} with {name}: {reason}. Leave it out.")
+        raise UnsupportedError(f"{setting} with {name}: {reason}. Leave it out.")
     _replace(head, _forward_of_head)
     _replace(causal, lambda forward: _forward_of_model(forward, chunk_size))
 
@@ -396,31 +396,33 @@ class _LossRequest:
     ) -> Tensor:
         """Act as the model's loss function: divide the sum by the number of labels."""
         del vocab_size, options
+        problem = None
         if self.loss is None or self.targets is None or logits.shape[-1:] != (len(_PROBE),):
-            raise self._refusal("does not compute its logits with its head alone")
-        if labels is not self.labels or shift_labels is not self.shift_labels:
-            raise self._refusal("changes its labels before the loss")
-        if ignore_index != self.ignore_index:
-            raise self._refusal("has its own ignore_index")
-        if "_loss_is_probed" not in vars(self.model) and active_fake_mode() is None:
-            self._check(logits)
+            problem = "does not compute its logits with its head alone"
+        elif labels is not self.labels or shift_labels is not self.shift_labels:
+            problem = "changes its labels before the loss"
+        elif ignore_index != self.ignore_index:
+            problem = "has its own ignore_index"
+        elif "_loss_is_probed" not in vars(self.model) and active_fake_mode() is None:
+            if self._describes(logits):
+                vars(self.model)["_loss_is_probed"] = True
+            else:
+                problem = "changes its logits in a way that its configuration does not describe"
+        if problem is not None or self.loss is None or self.targets is None:
+            raise UnsupportedError(
+                f"loss_chunk_size={self.chunk_size!r}: {type(self.model).__qualname__} {problem}, so its "
+                "loss cannot be computed in chunks. Leave it out."
+            )
         count = (self.targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         return self.loss / (count.to(self.loss.device) if isinstance(count, Tensor) else count)
 
-    def _check(self, logits: Tensor) -> None:
+    def _describes(self, logits: Tensor) -> bool:
+        """Return whether the configuration says how the model changes the logits of its head."""
         scale, cap = _scale_and_cap(self.model)
         expected = torch.tensor(_PROBE, device="cpu") * scale
         expected = expected if cap is None else cap * torch.tanh(expected / cap)
         # bfloat16 has three digits.
-        if not torch.allclose(logits.reshape(-1, len(_PROBE))[0].float().cpu(), expected, rtol=2e-2):
-            raise self._refusal("changes its logits in a way that its configuration does not describe")
-        vars(self.model)["_loss_is_probed"] = True
-
-    def _refusal(self, reason: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"loss_chunk_size={self.chunk_size!r}: {type(self.model).__qualname__} {reason}, so its loss "
-            "cannot be computed in chunks. Leave it out."
-        )
+        return torch.allclose(logits.reshape(-1, len(_PROBE))[0].float().cpu(), expected, rtol=2e-2)
 
 
 _request: ContextVar[_LossRequest | None] = ContextVar("loss request", default=None)
@@ -443,19 +445,16 @@ def _forward_of_model(forward: Callable[..., Any], chunk_size: int) -> Callable[
             return forward(self, *args, **kwargs)
         ignore_index = kwargs.get("ignore_index", -100)
         request = _LossRequest(self, chunk_size, labels, kwargs.get("shift_labels"), ignore_index)
-        token, own = _request.set(request), vars(self).pop("_loss_function", None)
-        vars(self)["_loss_function"] = request.take
+        token = _request.set(request)
         try:
-            outputs = forward(self, *args, **kwargs)
+            with replaced_attributes(self, {"_loss_function": request.take}):
+                outputs = forward(self, *args, **kwargs)
         finally:
             _request.reset(token)
-            del vars(self)["_loss_function"]
-            if own is not None:
-                vars(self)["_loss_function"] = own
         if request.loss is None:
+            name = type(self).__qualname__
             raise SettingsError(
-                f"loss_chunk_size={chunk_size!r}: {type(self).__qualname__} did not call its head. Leave it "
-                "out."
+                f"loss_chunk_size={chunk_size!r}: {name} did not call its head. Leave it out."
             )
         if isinstance(outputs, tuple):
             return outputs[0], *outputs[2:]
@@ -468,7 +467,5 @@ def _forward_of_model(forward: Callable[..., Any], chunk_size: int) -> Callable[
 def _scale_and_cap(model: Any) -> tuple[float, float | None]:
     """Return a model's factor of the logits, and the limit at which they are capped."""
     config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0
-    return scale / (getattr(config, "logits_scaling", None) or 1.0), getattr(
-        config, "final_logit_softcapping", None
-    )
+    scale, divisor = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
+    return scale / divisor, getattr(config, "final_logit_softcapping", None)

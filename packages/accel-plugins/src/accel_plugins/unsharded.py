@@ -82,7 +82,7 @@ def _offloaded_weight(model: nn.Module, name: str) -> Tensor:
 
 
 def _is_offloaded(model: nn.Module, name: str) -> bool:
-    return any(True for _ in _offloading_hooks(model, name))
+    return next(_offloading_hooks(model, name), None) is not None
 
 
 def _offloading_hooks(model: nn.Module, name: str) -> Iterator[tuple[Mapping[str, Tensor], str]]:
@@ -360,9 +360,8 @@ def sync_in_backward(model: nn.Module) -> Generator[None]:
     if isinstance(inner, DistributedDataParallel):
         if inner.find_unused_parameters:
             raise UnsupportedError(
-                "trigger_sync_in_backward() with find_unused_parameters=True: unused parameters are "
-                "detected in a forward pass that synchronises. Remove the option, or run the last "
-                "forward pass outside no_sync()."
+                "trigger_sync_in_backward() with find_unused_parameters=True, which needs a forward pass "
+                "that synchronises. Remove the option, or run the last forward pass outside no_sync()."
             )
         before = inner.require_backward_grad_sync, inner.require_forward_param_sync
         inner.require_backward_grad_sync = inner.require_forward_param_sync = True

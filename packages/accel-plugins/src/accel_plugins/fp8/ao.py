@@ -136,10 +136,6 @@ def convert_model_to_fp8_ao(
 _convert_model_to_fp8_ao = convert_model_to_fp8_ao  # keeps the original if a program replaces the function
 
 
-def _converted_layers(model: nn.Module) -> set[str]:
-    return {name for name, layer in model.named_modules() if isinstance(layer, _layer_classes())}
-
-
 BLOCK = 32
 """Number of values that share a scale in MXFP8; torchao accepts matrices whose sizes this divides."""
 
@@ -167,6 +163,10 @@ class BlockScaledLinear(nn.Linear):
         return output.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else output
 
 
+def _converted_layers(model: nn.Module) -> set[str]:
+    return {name for name, layer in model.named_modules() if isinstance(layer, _layer_classes())}
+
+
 def _convert_models(
     handler: AORecipeKwargs, config: Any, device: torch.device, models: Sequence[nn.Module]
 ) -> Mapping[Tensor, Tensor]:
@@ -179,8 +179,7 @@ def _convert_models(
 
     replaced: dict[Tensor, Tensor] = {}
     for model in map(without_compiler, models):
-        before = dict(model.named_parameters())
-        chosen = handler.module_filter_func
+        before, chosen = dict(model.named_parameters()), handler.module_filter_func
         if convert_model_to_fp8_ao is _convert_model_to_fp8_ao:
             names = _convert(model, config, chosen, pad=bool(handler.pad_inner_dim))
         else:  # a program has replaced the documented function
@@ -192,9 +191,8 @@ def _convert_models(
                 layer.register_forward_pre_hook(autocast_inputs)
         if not names:
             logger.warning(
-                "mixed_precision='fp8' converts no layer of %s: by default, linear layers are converted "
-                "whose sizes are divisible by 16 (MXFP8: 32), except the first and the last one; "
-                "AORecipeKwargs(module_filter_func=…) chooses others.",
+                "mixed_precision='fp8' converts no layer of %s: by default, those with sizes divisible by 16 "
+                "(MXFP8: 32), but the first and the last; AORecipeKwargs(module_filter_func=…) chooses.",
                 type(model).__name__,
             )
         now = dict(model.named_parameters())
@@ -288,15 +286,10 @@ def _convert(
     if is_by_blocks:
         return _convert_to_blocks(model, config, chosen, pad=pad)
     tied = tied_layers(model) if config.enable_fsdp_float8_all_gather else set()
-    for names, options in (
-        (chosen - tied, config),
-        (chosen & tied, replace(config, enable_fsdp_float8_all_gather=False)),
-    ):
-
-        def is_in_group(_: nn.Module, name: str, names: set[str] = names) -> bool:
-            return name in names
-
+    without_gather = replace(config, enable_fsdp_float8_all_gather=False)
+    for names, options in ((chosen - tied, config), (chosen & tied, without_gather)):
         if names:
+            is_in_group = functools.partial(_is_named, names)
             _float8().convert_to_float8_training(model, module_filter_fn=is_in_group, config=options)
     if config.enable_fsdp_float8_all_gather:
         save_plain_weights(model, chosen - tied)
@@ -312,15 +305,17 @@ def _convert_to_blocks(model: nn.Module, config: Any, chosen: set[str], *, pad: 
                 "but only torch.nn.Linear itself is converted. Exclude it with module_filter_func."
             )
 
-    def is_chosen(_: nn.Module, name: str) -> bool:
-        return name in chosen
-
+    is_chosen = functools.partial(_is_named, chosen)
     import_module("torchao.quantization").quantize_(model, config, filter_fn=is_chosen)
     save_plain_weights(model, chosen)
     for layer in layers.values():
         layer.__class__ = BlockScaledLinear
         layer.pads_rows = pad  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType] - of that class now
     return chosen
+
+
+def _is_named(names: set[str], _: nn.Module, name: str) -> bool:
+    return name in names
 
 
 def _float8() -> Any:

@@ -74,13 +74,12 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
     handler = handler or TERecipeKwargs()
     if config is not None and config.pp_enabled and handler.recipe == "delayed":
         raise UnsupportedError(
-            f"TERecipeKwargs(recipe='delayed') with ParallelismConfig(pp_size={config.pp_size}): after "
-            "each forward pass, this recipe reduces maxima over all ranks, and the stages of a pipeline "
-            "would wait for one another. Use recipe='current' or another, or torchao (AORecipeKwargs())."
+            f"TERecipeKwargs(recipe='delayed') with ParallelismConfig(pp_size={config.pp_size}): it reduces "
+            "maxima over all ranks, and stages would wait for one another. Use recipe='current'."
         )
     if config is not None and is_tensor_parallel:
         raise UnsupportedError(
-            f"TERecipeKwargs with ParallelismConfig(tp_size={config.tp_size}): torch's tensor "
-            "parallelism does not shard the layers of TransformerEngine. Use torchao (AORecipeKwargs())."
+            f"TERecipeKwargs with ParallelismConfig(tp_size={config.tp_size}): layers of TransformerEngine "
+            "are not sharded. Use torchao (AORecipeKwargs())."
         )
     return te.build(handler)

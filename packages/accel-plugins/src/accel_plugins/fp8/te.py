@@ -141,9 +141,8 @@ def fp8_autocast(recipe: Any, *, enabled: bool) -> AbstractContextManager[Any]:
     """
     te = _te()
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    autocast = getattr(te, "autocast", None)
-    if autocast is not None:
-        return autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
+    if hasattr(te, "autocast"):
+        return te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
     return te.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=group)
 
 
@@ -165,17 +164,14 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
 
 def recipe_options(handler: TERecipeKwargs, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a recipe that differ from its defaults."""
-    defaults = dict(TERecipeKwargs.DEFAULTS)
-    own = ("margin", "fp8_format", "interval", "override_linear_precision")
-    history = ("amax_history_len", "amax_compute_algo")
+    names = ("margin", "fp8_format", "interval", "override_linear_precision")
     arguments: dict[str, Any] = {}
-    for name in (*own, *history):
-        value = getattr(handler, name)
-        if name in known and not (
-            name == "fp8_format" and handler.recipe in {"mxfp8", "nvfp4"} and value == "HYBRID"
-        ):
+    for name in (*names, "amax_history_len", "amax_compute_algo"):
+        value, is_default = getattr(handler, name), getattr(handler, name) == TERecipeKwargs.DEFAULTS[name]
+        chooses_format = name == "fp8_format" and handler.recipe in {"mxfp8", "nvfp4"}
+        if name in known and not (chooses_format and is_default):
             arguments[name] = value
-        elif name not in known and value != defaults[name]:
+        elif name not in known and not is_default:
             raise UnsupportedError(
                 f"TERecipeKwargs({name}={value!r}): {RECIPE_CLASSES[handler.recipe or 'delayed']} of the "
                 f"installed TransformerEngine does not support {name}. Remove it."

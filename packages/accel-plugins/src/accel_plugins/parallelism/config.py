@@ -722,8 +722,7 @@ def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> Paral
     tensor = 1 if plugin is None else plugin.tp_size
     if world % tensor:
         raise SettingsError(
-            f"TorchTensorParallelPlugin(tp_size={tensor}): the world size {world} is not a multiple of "
-            f"{tensor}; launch a multiple of {tensor} processes, or choose another tp_size."
+            f"TorchTensorParallelPlugin(tp_size={tensor}): the world size {world} is not a multiple of it."
         )
     copies: dict[str, Any] = {"dp_shard_size" if sharded else "dp_replicate_size": world // tensor}
     return ParallelismConfig(tp_size=tensor, **copies)

@@ -141,27 +141,19 @@ class ContextParallel:
                 f"maybe_context_parallel() got {len(buffers)} buffers and {len(dims)} buffer_seq_dims. "
                 "Pass every tensor with a sequence dim (inputs, labels, positions), and the dim of each."
             )
+        length = buffers[0].shape[dims[0]]
         for buffer, dim in zip(buffers, dims, strict=True):
+            problem = None
             if buffer.requires_grad:
+                problem = "requires grad, but is sharded in place. Pass the inputs of the model"
+            elif buffer.shape[dim] != length:
+                problem = f"has sequences of {buffer.shape[dim]} (dim {dim}), and another of {length}"
+            elif length % ranks:
+                problem = f"has a dim {dim} that is not a multiple of cp_size={ranks}. Pad the sequences"
+            if problem is not None:
                 raise SettingsError(
-                    f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)} that "
-                    "requires grad, but tensors are sharded in place. Pass the inputs of the model instead."
+                    f"maybe_context_parallel(): a tensor of shape {tuple(buffer.shape)} {problem}."
                 )
-            if buffer.shape[dim] != buffers[0].shape[dims[0]]:
-                raise SettingsError(
-                    f"maybe_context_parallel() got sequences of {buffers[0].shape[dims[0]]} and of "
-                    f"{buffer.shape[dim]} (dim {dim} of a tensor of shape {tuple(buffer.shape)}); pass "
-                    "tensors of one length, and the sequence dim of each."
-                )
-            if buffer.shape[dim] % ranks:
-                raise SettingsError(
-                    f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)}, whose dim "
-                    f"{dim} is not a multiple of cp_size={ranks}. Pad the sequences."
-                )
-
-
-def _current_block() -> _Block | None:
-    return _inside[-1] if _inside else None
 
 
 @contextmanager
@@ -218,51 +210,41 @@ class _BidirectionalRule:
 
 
 def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    query, key, value, *remaining = args
-    dropout, causal = [*remaining, *(0.0, False)[len(remaining) :]][:2]
+    heads: Any = args[:3]
+    dropout, causal = (*args[3:], *(0.0, False)[len(args) - 3 :])
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **more: Any) -> Any:
         return op(q, k, v, dropout, is_causal, **more)
 
-    out, logsumexp = ring_attention_module()._templated_ring_attention(
-        query.device_mesh.get_group(),
+    results = ring_attention_module()._templated_ring_attention(
+        heads[0].device_mesh.get_group(),
         _SEQUENCE,
         cast("Any", attention),
-        query.to_local(),
-        key.to_local(),
-        value.to_local(),
+        *(part.to_local() for part in heads),
         is_causal=bool(causal),
         scale=kwargs.get("scale"),
     )
-    return _shard_like(out, query), _shard_like(logsumexp, query)
+    return tuple(_shard_like(result, heads[0]) for result in results[:2])
 
 
 def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    grad, query, key, value, out, logsumexp, dropout, causal = args
+    names = ("grad_out", "query", "key", "value", "out", "logsumexp")
+    *tensors, dropout, causal = args
 
     def attention(**options: Any) -> Any:
-        return op(
-            *(options.pop(name) for name in ("grad_out", "query", "key", "value", "out", "logsumexp")),
-            dropout,
-            options.pop("is_causal"),
-            **options,
-        )
+        return op(*(options.pop(name) for name in names), dropout, options.pop("is_causal"), **options)
 
+    parts: dict[str, Any] = {name: tensor.to_local() for name, tensor in zip(names, tensors, strict=True)}
     gradients = ring_attention_module()._templated_ring_attention_backward(
-        query.device_mesh.get_group(),
+        tensors[1].device_mesh.get_group(),
         _SEQUENCE,
         attention,
-        grad_out=grad.to_local(),
         grad_out_name="grad_out",
-        query=query.to_local(),
-        key=key.to_local(),
-        value=value.to_local(),
-        out=out.to_local(),
-        logsumexp=logsumexp.to_local(),
         is_causal=causal,
         scale=kwargs.get("scale"),
+        **parts,
     )
-    return tuple(_shard_like(gradient, query) for gradient in gradients[:3])
+    return tuple(_shard_like(gradient, tensors[1]) for gradient in gradients[:3])
 
 
 def _shard_like(part: Tensor, like: DTensor) -> DTensor:
@@ -273,33 +255,26 @@ def _check_inputs(
     window: int | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Refuse inputs of a model that need a mask, or positions, of full sequences."""
-    block = _current_block()
-    if block is None:
+    if not _inside:
         return
+    block, problem = _inside[-1], None
     where = f"{type(module).__name__} within maybe_context_parallel()"
     signature = inspect.signature(module.forward)
     inputs = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
-    if window is not None and window < block.length:
-        raise UnsupportedError(
-            f"{where}: it has a window of {window} tokens, but sequences are of {block.length}, and "
-            "attention over sharded sequences has no masks. Shorten the sequences."
-        )
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
-        raise UnsupportedError(
-            f"{where}: the attention_mask is not of the shape [rows, length], and attention over sharded "
-            "sequences has no other; leave it out."
+    if window is not None and window < block.length:
+        problem = f"it has a window of {window} tokens, but sequences are of {block.length}; shorten them"
+    elif mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+        problem = "the attention_mask is not of the shape [rows, length]; leave it out"
+    elif mask is not None and bool(block.padded.get(id(mask), has_padding_before_tokens(mask))):
+        problem = "the attention_mask has padding before tokens. Pad on the right"
+    elif id(positions) in block.packed and bool(block.packed[id(positions)]):
+        problem = (
+            "the position_ids start again in the middle of a sequence: it packs several samples; give each "
+            "a sequence of its own"
         )
-    if mask is not None and bool(block.padded.get(id(mask), has_padding_before_tokens(mask))):
-        raise UnsupportedError(
-            f"{where}: the attention_mask has padding before tokens, but attention over sharded sequences "
-            "has no masks. Pad on the right, which causal attention ignores."
-        )
-    if positions is not None and id(positions) in block.packed and bool(block.packed[id(positions)]):
-        raise UnsupportedError(
-            f"{where}: the position_ids start again in the middle of a sequence: it packs several samples, "
-            "which attention over sharded sequences cannot separate; give each a sequence of its own."
-        )
+    if problem is not None:
+        raise UnsupportedError(f"{where}: {problem}. Attention over sharded sequences has no masks.")
     if positions is None and "position_ids" in signature.parameters and "input_ids" in inputs:
         raise SettingsError(
             f"{where}: without position_ids the model would count each shard from 0; pass those of full "
@@ -315,12 +290,11 @@ def attach_mask_hooks(model: nn.Module) -> None:
 
 
 def _without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if kwargs.get("attention_mask") is not None and _current_block() is not None:
+    if kwargs.get("attention_mask") is not None and _inside:
         if not getattr(module, "is_causal", True):
             raise UnsupportedError(
                 f"{type(module).__name__} within maybe_context_parallel(): attention that is not causal has "
-                "a padding mask of full sequences, but each rank has a shard. Remove attention_mask and "
-                "padding."
+                "a padding mask of full sequences, but each rank has a shard. Remove attention_mask."
             )
         kwargs = {**kwargs, "attention_mask": None}
     return args, kwargs

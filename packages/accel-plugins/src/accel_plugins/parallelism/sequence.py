@@ -8,7 +8,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Generator, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -86,7 +86,7 @@ class SequenceShard:
         if length % self.size:
             raise SettingsError(
                 f"{where}, and the length {length} is not a multiple of {self.size}; pad the sequences "
-                f"(pad_to_multiple_of={self.size} in collators of transformers)."
+                f"(pad_to_multiple_of={self.size})."
             )
         if self.length not in (None, length):
             raise SettingsError(
@@ -105,13 +105,11 @@ class SequenceShard:
             shard.setdefault("shift_labels", labels[..., 1:])
         begin = length // self.size * self.rank
         for name, value in [*shard.items()]:
-            if not isinstance(value, Tensor) or value.dim() < 2:
-                continue
-            if value.shape[1] != length:
-                raise SettingsError(
-                    f"{where}, but {name!r} {tuple(value.shape)}; dim 1 must be the sequence in both."
-                )
-            shard[name] = value[:, begin : begin + length // self.size].contiguous()
+            if isinstance(value, Tensor) and value.dim() > 1:
+                if value.shape[1] != length:
+                    sizes = tuple(value.shape)
+                    raise SettingsError(f"{where}, but {name!r} {sizes}; dim 1 must be the sequence in both.")
+                shard[name] = value[:, begin : begin + length // self.size].contiguous()
         return shard
 
 
@@ -253,35 +251,26 @@ class Ulysses:
         config = text_config(model)
         if config is None or not hasattr(config, "_attn_implementation"):
             return  # its own attention; see `_after`
-        name = type(model).__name__
         inner = next(module for module in model.modules() if hasattr(module, "config"))
+        heads, divisor = getattr(config, "num_attention_heads", None), self.size * self._tensor_size
+        sinks = [name[: -len(".sinks")] for name, _ in model.named_parameters() if name.endswith(".sinks")]
+        ropes = {*_rope_types(getattr(config, "rope_parameters", None))} & {"dynamic", "longrope"}
+        problem = None
         if not getattr(inner, "_supports_attention_backend", False):
-            raise SettingsError(
-                f"{self._setting}: attention of {name} cannot be replaced through the AttentionInterface of "
-                "transformers; use context parallelism (cp_size), or a model whose attention can."
-            )
-        if getattr(config, "is_encoder_decoder", False):
-            raise SettingsError(
-                f"{self._setting}: {name} has an encoder and a decoder, whose sequences differ in length; "
-                "train this model without sharding its sequences."
-            )
-        heads = getattr(config, "num_attention_heads", None)
-        if isinstance(heads, int) and heads % (self.size * self._tensor_size):
+            problem = "transformers' AttentionInterface does not replace its attention; use cp_size"
+        elif getattr(config, "is_encoder_decoder", False):
+            problem = "it has an encoder and a decoder, whose sequences differ in length"
+        elif isinstance(heads, int) and heads % divisor:
             tensor = f" x tp_size={self._tensor_size}" if self._tensor_size > 1 else ""
+            problem = f"it has {heads} attention heads, not a multiple of sp_size={self.size}{tensor}"
+        elif sinks:
+            problem = f"layer {sinks[0]!r} has sinks of attention for each head, and ranks compute some heads"
+        elif ropes:
+            kind = min(ropes)
+            problem = f"rope_type={kind!r}, which depends on the longest position of a batch; use 'yarn'"
+        if problem is not None:
             raise SettingsError(
-                f"{self._setting}: {name} has {heads} attention heads, which is not a multiple of "
-                f"sp_size={self.size}{tensor}; choose sizes that divide it."
-            )
-        for path, module in model.named_modules():
-            if isinstance(getattr(module, "sinks", None), Tensor):
-                raise SettingsError(
-                    f"{self._setting}: layer {path!r} has sinks of attention for each head, and each rank "
-                    "computes a part of the heads; train this model without sharding its sequences."
-                )
-        for kind in {*_rope_types(getattr(config, "rope_parameters", None))} & {"dynamic", "longrope"}:
-            raise SettingsError(
-                f"{self._setting}: {name} has rope_type={kind!r}, which depends on the longest position of a "
-                "batch, and ranks have different shards; use another one, such as 'yarn' or 'linear'."
+                f"{self._setting}: {type(model).__name__} cannot train on shards of sequences: {problem}."
             )
 
     def prepare(self, model: nn.Module) -> None:
@@ -297,7 +286,9 @@ class Ulysses:
                 _patch(_source_of(module), config._attn_implementation)
                 _attending[module] = self
         takes = frozenset(inspect.signature(model.forward).parameters)
-        computes_loss = any("loss_function" in _source_names(module) for module in model.modules())
+        forwards = [inspect.unwrap(type(module).forward) for module in model.modules()]
+        codes = [getattr(forward, "__code__", None) for forward in forwards]
+        computes_loss = any("loss_function" in code.co_names for code in codes if code is not None)
         model.register_forward_pre_hook(partial(self._before, takes, computes_loss), with_kwargs=True)
         model.register_forward_hook(self._after, with_kwargs=True)
         model.register_forward_hook(self._leave, always_call=True)
@@ -311,7 +302,8 @@ class Ulysses:
         if _current == [self]:
             _current.clear()
         if not _attending:
-            _restore()
+            _undo.close()
+            _routed_names.clear()
 
     def _before(
         self,
@@ -332,24 +324,22 @@ class Ulysses:
         if model.training and not self.is_sharded:
             if args or text_config(model) is None:
                 raise SettingsError(
-                    "A model with sp_size is trained with batches of a prepared loader that does not shard "
-                    "their sequences: pass the loader to the call of prepare() that gets the model, or a "
-                    "batch to a model of transformers by name, as in model(**batch)."
+                    "A model with sp_size got batches of a loader that does not shard their sequences: pass "
+                    "both to one call of prepare(), or call a model of transformers as model(**batch)."
                 )
             arguments = {name: value for name, value in kwargs.items() if value is not None}
             kwargs, self.is_sharded, averages = self.shard(arguments), True, True
         if not self.is_sharded or text_config(model) is None:
             return None
+        problem = None
         if "position_ids" not in kwargs:
+            problem = "without position_ids the model would count each shard from 0"
+        elif kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+            problem = "labels without shift_labels, which must be found before sequences are sharded"
+        if problem is not None:
             raise SettingsError(
-                f"{type(model).__name__} with {self._setting}: without position_ids the model would count "
-                "each shard from 0. Batches of a loader that is prepared together with the model have them; "
-                "pass all of a batch, as in model(**batch)."
-            )
-        if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
-            raise SettingsError(
-                f"{type(model).__name__} with {self._setting}: labels without shift_labels; the labels of "
-                "the next tokens must be found before sequences are sharded, as prepared loaders do."
+                f"{type(model).__name__} with {self._setting}: {problem}. Batches of a loader that is "
+                "prepared with the model have both; pass all of a batch, as in model(**batch)."
             )
         if "use_cache" in takes and kwargs.get("use_cache") is None:
             kwargs["use_cache"] = False
@@ -375,11 +365,11 @@ class Ulysses:
                 "Wrap its attention, as in attention = sequence_parallel_attention("
                 "torch.nn.functional.scaled_dot_product_attention)."
             )
-        if self._counts and isinstance(output, tuple):
-            loss, *remaining = cast("tuple[Any, ...]", output)
-            return (_Mean.apply(loss, self.group, self.size), *remaining)
-        if self._counts:
-            output["loss"] = _Mean.apply(output["loss"], self.group, self.size)
+        if not self._counts:
+            return output
+        if isinstance(output, tuple):
+            return (_Mean.apply(output[0], self.group, self.size), *output[1:])
+        output["loss"] = _Mean.apply(output["loss"], self.group, self.size)
         return output
 
 
@@ -392,14 +382,14 @@ _attending: WeakKeyDictionary[nn.Module, Ulysses] = WeakKeyDictionary()
 @contextmanager
 def without_exchange() -> Generator[None]:
     """Disable the exchange within the block, for copies of prepared models: attention sees shards only."""
-    before = [(ulysses, ulysses.is_sharded) for ulysses in _current]
-    for ulysses, _ in before:
+    sharded = [ulysses for ulysses in _current if ulysses.is_sharded]
+    for ulysses in sharded:
         ulysses.is_sharded = False
     try:
         yield
     finally:
-        for ulysses, is_sharded in before:
-            ulysses.is_sharded = is_sharded
+        for ulysses in sharded:
+            ulysses.is_sharded = True
 
 
 def sequence_parallel_attention(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -482,34 +472,28 @@ def _with_shards() -> Ulysses | None:
 # transformers
 
 
-_patches: list[tuple[Any, str, Any]] = []
-"""The patches of transformers: the source file or table, the name, and the original."""
+_undo = ExitStack()
+"""Undoes the patches of transformers."""
+_routed_names: set[tuple[int, str]] = set()
+"""The attention that is patched: the id of the table, and the name."""
 
 
 def _patch(source: ModuleType, implementation: str) -> None:
     """Patch attention and masks in a source file, in effect only for prepared models."""
     functions = vars(source).get("ALL_ATTENTION_FUNCTIONS")
-    is_known = any(owner is functions and name == implementation for owner, name, _ in _patches)
-    if functions is not None and not is_known:
-        _patches.append((functions, implementation, functions._local_mapping.get(implementation)))
+    if functions is not None and (id(functions), implementation) not in _routed_names:
+        local = functions._local_mapping
+        if implementation in local:
+            _undo.callback(local.__setitem__, implementation, local[implementation])
+        else:
+            _undo.callback(local.__delitem__, implementation)
+        _routed_names.add((id(functions), implementation))
         functions[implementation] = _routed(implementation, functions.get(implementation))
     masks = importlib.import_module("transformers.masking_utils")
     for name, create in [*vars(source).items()]:
         if name.startswith("create_") and vars(masks).get(name) is create and source is not masks:
-            _patches.append((source, name, create))
+            _undo.callback(setattr, source, name, create)
             setattr(source, name, _with_full_sequences(create))
-
-
-def _restore() -> None:
-    """Restore the originals."""
-    for owner, name, original in reversed(_patches):
-        if isinstance(owner, ModuleType):
-            setattr(owner, name, original)
-        elif original is None:
-            del owner[name]
-        else:
-            owner[name] = original
-    _patches.clear()
 
 
 def _routed(implementation: str, core: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -556,7 +540,7 @@ def _with_full_sequences(create: Callable[..., Any]) -> Callable[..., Any]:
         if ulysses is None or not ulysses.knows(config):
             return create(*args, **kwargs)
         for name in ("or_mask_function", "and_mask_function"):
-            if values.get(name) is not None and any(_tensors_in(values[name])):
+            if _has_tensors(values.get(name)):
                 raise UnsupportedError(
                     f"{type(config).__name__} with sp_size={ulysses.size}: a mask is computed from tensors "
                     f"of a shard ({name}); train this model without sharding its sequences."
@@ -573,25 +557,15 @@ def _with_full_sequences(create: Callable[..., Any]) -> Callable[..., Any]:
     return create_full
 
 
-def _tensors_in(function: Any) -> Iterator[Tensor]:
-    """Yield the tensors with elements that a function, or one that it calls, has in its closure."""
-    for cell in getattr(function, "__closure__", None) or ():
-        value = cell.cell_contents
-        if isinstance(value, Tensor):
-            yield value
-        else:
-            yield from _tensors_in(value)
+def _has_tensors(function: Any) -> bool:
+    """Return whether a function, or one that it calls, has tensors in its closure."""
+    values = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return any(isinstance(value, Tensor) or _has_tensors(value) for value in values)
 
 
 def _source_of(module: nn.Module) -> ModuleType:
     """Return the source file that defines the forward of a module."""
     return sys.modules[inspect.unwrap(type(module).forward).__module__]
-
-
-def _source_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names that the forward of a module uses."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code.co_names if code is not None else ()
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

@@ -266,14 +266,10 @@ def get_model_tp_size(model: nn.Module) -> int | None:
         True
     """
     size = getattr(model, "tp_size", None)
-    if size is None:
-        size = size_at_load(model, "tp_size")
+    size = size_at_load(model, "tp_size") if size is None else size
     if size is not None:
         return size
     for parameter in getattr(model, "parameters", tuple)():
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-            if "tp" in sizes:
-                return sizes["tp"]
+        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
+            return parameter.device_mesh["tp"].size()
     return None
