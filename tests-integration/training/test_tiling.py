@@ -309,7 +309,7 @@ REFUSED = {
     "no causal loss": (
         lambda: LlamaForSequenceClassification(make_llama().config),
         TilingKwargs(loss_chunk_size=2),
-        "the head of LlamaForSequenceClassification is NoneType",
+        "LlamaForSequenceClassification: its head is NoneType",
     ),
     "another loss": (with_another_loss, TilingKwargs(loss_chunk_size=2), "has the loss function"),
 }
