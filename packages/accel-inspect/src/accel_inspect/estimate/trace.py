@@ -290,21 +290,16 @@ def moments_of(
 def _fake_parameters(model: nn.Module) -> Generator[None]:
     """Replace every parameter by a fake one on the CPU; tied parameters stay tied."""
     fakes: dict[nn.Parameter, nn.Parameter] = {}
-    tables: list[tuple[Any, dict[str, Any]]] = []
-    for module in model.modules():
-        table: Any = module._parameters
-        tables.append((table, dict(table)))
-        for name, parameter in table.items():
-            if parameter is not None:
-                if parameter not in fakes:
-                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                    fakes[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                table[name] = fakes[parameter]
-    try:
+    for parameter in model.parameters():
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        fakes[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            table: Any = module._parameters
+            own = {name: parameter for name, parameter in table.items() if parameter is not None}
+            stack.callback(table.update, own)
+            table.update({name: fakes[parameter] for name, parameter in own.items()})
         yield
-    finally:
-        for table, parameters in tables:
-            table.update(parameters)
 
 
 def storage_key(tensor: Any) -> int:
