@@ -363,6 +363,11 @@ CASES = {
     ),
     "tensor-parallel layers": (2, "1", script("parallelism_config=ParallelismConfig(tp_size=2)")),
     "ZeRO-2": (8, "0,3", script("deepspeed_plugin=DeepSpeedPlugin(zero_stage=2), mixed_precision='bf16'")),
+    "ZeRO-2 in float16": (
+        8,
+        "3",
+        script("deepspeed_plugin=DeepSpeedPlugin(zero_stage=2), mixed_precision='fp16'"),
+    ),
     "a configuration of DeepSpeed": (
         8,
         "3",
@@ -667,6 +672,13 @@ def test_the_files_of_an_engine_are_those_that_it_writes(checks):
     assert first[f"{folder}/mp_rank_00_model_states.pt"] == 2 * ELEMENTS
     assert {name: size for name, size in other.items() if size} == {part: 12 * ELEMENTS // 8}
     assert result["ranks"]["3"]["strategy"] == "ZeRO-2"
+
+
+@pytest.mark.thorough
+def test_the_states_of_float16_have_no_name_of_bfloat16(checks):
+    files = checks["ZeRO-2 in float16"]["ranks"]["3"]["files"]
+    written = {name: size for name, size in files.items() if size}
+    assert written == {"out/pytorch_model/zero_pp_rank_3_mp_rank_00_optim_states.pt": 12 * ELEMENTS // 8}
 
 
 @pytest.mark.thorough

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from accel_cli.arguments import Parser, add_config_file, count, size
 from accel_cli.main import Subcommand
+
+DTYPES = ("float32", "float16", "int8", "int4")
+
+AXIS_NAMES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
+"""The axes of `ParallelismConfig`. The command does not import that class."""
+
+
+def _number(group: Any, flag: str, text: str = "", default: int | None = None, unit: str = "N") -> None:
+    """Add a flag whose value is a number."""
+    text = text if default is None else f"{text} (default: {default})".strip()
+    group.add_argument(flag, type=count, metavar=unit, default=default, help=text)
+
+
+def _switch(group: Any, *flags: str, text: str) -> None:
+    group.add_argument(*flags, action="store_true", help=text)
 
 
 def estimate() -> Parser:
@@ -19,61 +36,39 @@ def estimate() -> Parser:
         "model on the hub (the local cache is searched first)",
     )
     model = made.add_argument_group("the model")
-    model.add_argument(
-        "--library_name", choices=("timm", "transformers"), help="the library that defines the model"
-    )
+    text = "the library that defines the model"
+    model.add_argument("--library_name", choices=("timm", "transformers"), help=text)
     text = "the dtypes of the weights to list (default: all)"
     model.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES], help=text)
-    text = "run custom code of a model from the hub"
-    model.add_argument("--trust_remote_code", action="store_true", help=text)
-    _add_training(made)
-    output = made.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="write JSON (sizes in bytes)")
-    output.add_argument("--quiet", "-q", action="store_true", help="show the numbers without the notes")
-    return made
-
-
-DTYPES = ("float32", "float16", "int8", "int4")
-
-AXIS_NAMES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
-"""The axes of `ParallelismConfig`. The command does not import that class."""
-
-
-def _add_training(made: Parser) -> None:
+    _switch(model, "--trust_remote_code", text="run custom code of a model from the hub")
     training = made.add_argument_group("training")
-    training.add_argument("--num_devices", type=count, metavar="N", help="number of devices (default: 1)")
+    _number(training, "--num_devices", "number of devices (default: 1)")
     text = "memory of each device, such as 80GiB; suggests a config that fits"
     training.add_argument("--memory", type=size, metavar="SIZE", help=text)
     text = "host memory of each node, for offloading"
     training.add_argument("--host_memory", type=size, metavar="SIZE", help=text)
-    text = "default: %(default)s"
-    training.add_argument("--devices_per_machine", type=count, metavar="N", help=text, default=8)
-    text = (
-        "precision of forward and backward passes (fp8 stores the same tensors as bf16) (default: "
-        "%(default)s)"
-    )
-    training.add_argument(
-        "--mixed_precision", choices=("no", "fp16", "bf16", "fp8"), default="bf16", help=text
-    )
+    _number(training, "--devices_per_machine", default=8)
+    precisions = ("no", "fp16", "bf16", "fp8")
+    text = "precision of the passes (fp8 stores the same tensors as bf16) (default: %(default)s)"
+    training.add_argument("--mixed_precision", choices=precisions, default="bf16", help=text)
     text = "optimizer of the script; DeepSpeed and Megatron have their own (default: %(default)s)"
     training.add_argument("--optimizer", choices=("adam", "muon", "host_adamw"), default="adam", help=text)
-    text = "samples per device and micro-batch; includes activations"
-    training.add_argument("--batch_size", type=count, metavar="N", help=text)
-    text = "tokens (default: %(default)s)"
-    training.add_argument("--sequence_length", type=count, metavar="N", help=text, default=512)
+    _number(training, "--batch_size", "samples per device and micro-batch; includes activations")
+    _number(training, "--sequence_length", "tokens", 512)
     sizes = {"tp_degree": "tensor", "pp_degree": "pipeline", "context_parallel_size": "context"}
     for flag, what in sizes.items():
-        text = f"{what}-parallel size; adds rows for Megatron"
-        training.add_argument(f"--megatron_lm_{flag}", type=count, metavar="N", help=text)
+        _number(training, f"--megatron_lm_{flag}", f"{what}-parallel size; adds rows for Megatron")
     for axis in AXIS_NAMES:
         text = f"size of the axis {axis}; adds a row for the combination of axes"
-        training.add_argument(f"--parallelism_config_{axis}_size", type=count, metavar="N", help=text)
+        _number(training, f"--parallelism_config_{axis}_size", text)
     text = "recompute the activations of blocks in the backward pass"
-    training.add_argument("--gradient_checkpointing", action="store_true", help=text)
-    text = "tokens per chunk of logits; with --batch_size"
-    training.add_argument("--loss_chunk_size", type=count, metavar="N", help=text)
-    text = "tokens per tile of an MLP; with --batch_size"
-    training.add_argument("--mlp_tile_size", type=count, metavar="N", help=text)
+    _switch(training, "--gradient_checkpointing", text=text)
+    _number(training, "--loss_chunk_size", "tokens per chunk of logits; with --batch_size")
+    _number(training, "--mlp_tile_size", "tokens per tile of an MLP; with --batch_size")
+    output = made.add_argument_group("output")
+    _switch(output, "--json", text="write JSON (sizes in bytes)")
+    _switch(output, "--quiet", "-q", text="show the numbers without the notes")
+    return made
 
 
 def check() -> Parser:
@@ -85,32 +80,14 @@ def check() -> Parser:
         "miss, and checkpoint files.",
         "All flags of `accel launch` are also accepted.",
     )
-    text = "world size (default: from the settings, else 2)"
-    made.add_argument("--world", type=count, metavar="N", help=text)
+    _number(made, "--world", "world size (default: from the settings, else 2)")
     made.add_argument("--memory", type=size, metavar="SIZE", help="memory of each device, such as 80GiB")
-    text = "default: %(default)s"
-    made.add_argument("--devices_per_machine", type=count, metavar="N", help=text, default=8)
-    text = "batches to read from every loader (default: %(default)s)"
-    made.add_argument("--batches", type=count, metavar="N", help=text, default=3)
-    made.add_argument(
-        "--ranks",
-        metavar="LIST",
-        help="the ranks to check, such as 0,1,127 (default: the first two, the first of the second node, and"
-        " the last)",
-    )
-    text = "for each rank (default: %(default)s)"
-    made.add_argument("--timeout", type=count, metavar="SECONDS", help=text, default=600)
-    add_config_file(made, "use")
-    made.add_argument("--json", action="store_true", help="write the findings as JSON")
-    made.add_argument(
-        "--html",
-        metavar="FILE",
-        help="also write the report as an HTML page",
-    )
-    made.add_argument("--quiet", "-q", action="store_true", help="show only problems")
-    made.add_settings(hidden=True)
-    made.add_script("accel check [options] script [script_arguments ...]")
-    return made
+    _number(made, "--devices_per_machine", default=8)
+    _number(made, "--batches", "batches to read from every loader", 3)
+    text = "the ranks, such as 0,1,127 (default: the first two, the first of the second node, and the last)"
+    made.add_argument("--ranks", metavar="LIST", help=text)
+    made.add_argument("--html", metavar="FILE", help="also write the report as an HTML page")
+    return _add_script(made, "check")
 
 
 def doctor() -> Parser:
@@ -123,21 +100,20 @@ def doctor() -> Parser:
         "on this machine's CPU. The exit code is 1 if the runs differ.",
         "All flags of `accel launch` are also accepted. The default of --num_processes is 2.",
     )
-    text = "optimizer steps of each pass over a training loader (default: %(default)s)"
-    made.add_argument("--steps", type=count, metavar="N", help=text, default=3)
-    text = "run on the devices of the settings instead of the CPU"
-    made.add_argument("--on_device", action="store_true", help=text)
-    text = "keep only the first N layers of each list of layers"
-    made.add_argument("--blocks", type=count, metavar="N", help=text)
-    text = "skip the check that saves a checkpoint and resumes from it"
-    made.add_argument("--no_resume", action="store_true", help=text)
-    text = "for each run (default: %(default)s)"
-    made.add_argument("--timeout", type=count, metavar="SECONDS", help=text, default=600)
+    _number(made, "--steps", "optimizer steps of each pass over a training loader", 3)
+    _switch(made, "--on_device", text="run on the devices of the settings instead of the CPU")
+    _number(made, "--blocks", "keep only the first N layers of each list of layers")
+    _switch(made, "--no_resume", text="skip the check that saves a checkpoint and resumes from it")
+    return _add_script(made, "doctor")
+
+
+def _add_script(made: Parser, name: str) -> Parser:
+    _number(made, "--timeout", "for each process", 600, "SECONDS")
     add_config_file(made, "use")
-    made.add_argument("--json", action="store_true", help="write the report as JSON")
-    made.add_argument("--quiet", "-q", action="store_true", help="show only differences")
+    _switch(made, "--json", text="write the findings as JSON")
+    _switch(made, "--quiet", "-q", text="show only problems")
     made.add_settings(hidden=True)
-    made.add_script("accel doctor [options] script [script_arguments ...]")
+    made.add_script(f"accel {name} [options] script [script_arguments ...]")
     return made
 
 

@@ -200,20 +200,14 @@ def run_script(task: RankTask) -> str:
     try:
         runpy.run_path(str(Path(task.script).absolute()), run_name="__main__")
     except SystemExit as exit_request:
-        code = exit_request.code
-        return "" if code in {None, 0} else f"it exits with {code!r}"
+        return "" if exit_request.code in {None, 0} else f"it exits with {exit_request.code!r}"
     except Exception as error:  # noqa: BLE001 - whatever the script raises is reported
         traceback.print_exc()
-        where = next(
-            (
-                f" at {Path(frame.filename).name}:{frame.lineno}"
-                for frame in reversed(traceback.extract_tb(error.__traceback__))
-                if Path(frame.filename).resolve() == Path(task.script).resolve()
-            ),
-            "",
-        )
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}{where}: {lines[0]}"
+        path, frames = Path(task.script).resolve(), traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
+        where = f" at {path.name}:{lines[-1]}" if lines else ""
+        first, *_ = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}{where}: {first}"
     return ""
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +35,19 @@ def run(options: Namespace) -> int:
     ranks = _ranks(options, world)
     with (
         tempfile.TemporaryDirectory(prefix="accel-check-") as folder,
-        working(f"running {options.script!r} as rank {', '.join(map(str, ranks))} of {world}"),
+        working(f"running {options.script!r} as rank {_list(ranks)} of {world}"),
     ):
-        tasks = [
-            RankTask(
-                script=options.script,
-                arguments=tuple(options.script_arguments),
-                rank=rank,
-                world=world,
-                local_world=min(options.devices_per_machine, world),
-                folder=folder,
-                batches=options.batches,
-            )
-            for rank in ranks
-        ]
+        task = RankTask(
+            script=options.script,
+            arguments=tuple(options.script_arguments),
+            rank=0,
+            world=world,
+            local_world=min(options.devices_per_machine, world),
+            folder=folder,
+            batches=options.batches,
+        )
         left = run_ranks(
-            tasks,
+            [replace(task, rank=rank) for rank in ranks],
             "accel_inspect.check.rank_worker",
             environ_on_cpu(merged, variables),
             timeout=options.timeout,
@@ -63,13 +61,14 @@ def run(options: Namespace) -> int:
     problems = find_problems(records, merged, world, options.memory)
     if merged.settings.precision.mixed_precision == "fp8":
         problems = [*fp8_refusals(merged, probe_devices(variables, ask_torch=False)), *problems]
+    shown = [f"problem: {problem}" for problem in problems]
+    report = _report(records, shown, merged, options.memory)
     if options.html is not None:
-        title = f"accel check {Path(options.script).name}"
-        write_html(options.html, title, _report(records, problems, merged, options.memory, quiet=False))
+        write_html(options.html, f"accel check {Path(options.script).name}", report)
     if options.json:
         show(_as_json(records, problems, merged))
     else:
-        show(*_report(records, problems, merged, options.memory, quiet=options.quiet))
+        show(*(shown if options.quiet else report))
     return int(bool(problems))
 
 
@@ -115,38 +114,49 @@ def _ranks(options: Namespace, world: int) -> tuple[int, ...]:
     return ranks
 
 
-_FP8 = "FP8 with {}: matrices are multiplied in 8 bits. Stored tensors take the same memory as with bf16."
-
-
 def _report(
-    records: Sequence[RankRecord],
-    problems: Sequence[str],
-    merged: Merged,
-    memory: int | None,
-    *,
-    quiet: bool,
+    records: Sequence[RankRecord], problems: Sequence[str], merged: Merged, memory: int | None
 ) -> list[Table | str]:
-    shown = [f"problem: {problem}" for problem in problems]
-    if quiet:
-        return [*shown]
-    changed = [
-        f"  {path}: {redact(path, setting.value)} ({setting.origin})"
-        for path, setting in sorted(merged.sourced.items())
+    settings = [f"  {path}: {value} ({origin})" for path, (value, origin) in _settings(merged).items()]
+    files: dict[tuple[str, str], dict[int, int]] = {}
+    for record in records:
+        for file in record.files:
+            files.setdefault((file.name, file.where), {})[record.rank] = file.nbytes
+    written = tuple(
+        (name, convert_bytes(size) if (size := [*sizes.values()][-1]) else "small", _list(sizes), where)
+        for (name, where), sizes in files.items()
+    )
+    head, title = ("file", "size", "by rank", "where"), "checkpoint files of the checked ranks"
+    fp8 = sorted({record.fp8 for record in records} - {""})
+    return [
+        "settings that differ from the defaults:",
+        *(settings or ["  none"]),
+        "",
+        _ranks_table(records, memory),
+        *(["", Table(title=title, head=head, rows=written)] if written else []),
+        "",
+        *map(_FP8.format, fp8),
+        *(problems or [_NO_PROBLEM]),
     ]
-    items: list[Table | str] = ["settings that differ from the defaults:", *(changed or ["  none"]), ""]
-    items.append(_ranks_table(records, memory))
-    if any(record.files for record in records):
-        items += ["", _files_table(records)]
-    titles = sorted({record.fp8 for record in records} - {""})
-    items += ["", *map(_FP8.format, titles), *shown]
-    if not problems:
-        items.append(
-            "No problem was found. Values were made up (numbers are one, masks select all), so branches "
-            "that depend on values may differ in a real run."
-        )
-    return items
 
 
+def _settings(merged: Merged) -> dict[str, tuple[str, str]]:
+    """Return the settings that differ from the defaults, with their origins."""
+    return {
+        path: (str(redact(path, setting.value)), setting.origin)
+        for path, setting in sorted(merged.sourced.items())
+    }
+
+
+def _list(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+_FP8 = "FP8 with {}: matrices are multiplied in 8 bits. Stored tensors take the same memory as with bf16."
+_NO_PROBLEM = (
+    "No problem was found. Values were made up (numbers are one, masks select all), so branches "
+    "that depend on values may differ in a real run."
+)
 _LARGE_BYTES = 1_000_000_000
 """Host memory from which on it has a column."""
 
@@ -169,35 +179,21 @@ def _ranks_table(records: Sequence[RankRecord], memory: int | None) -> Table:
     return Table(head=head, rows=tuple(map(row, records)))
 
 
-def _files_table(records: Sequence[RankRecord]) -> Table:
-    files: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for record in records:
-        for file in record.files:
-            files.setdefault((file.name, file.where), []).append((record.rank, file.nbytes))
-    rows: list[tuple[str, ...]] = []
-    for (name, where), written in files.items():
-        nbytes, ranks = written[-1][1], sorted({rank for rank, _ in written})
-        size = convert_bytes(nbytes) if nbytes else "small"
-        rows.append((name, size, ", ".join(map(str, ranks)), where))
-    head = ("file", "size", "by rank", "where")
-    return Table(title="checkpoint files of the checked ranks", head=head, rows=tuple(rows))
-
-
 def _as_json(records: Sequence[RankRecord], problems: Sequence[str], merged: Merged) -> str:
     ranks: dict[int, dict[str, Any]] = {}
     for record in records:
-        ranks[record.rank] = {
+        ranks[record.rank] = about = {
             "stopped": record.stopped,
-            **({"fp8": record.fp8} if record.fp8 else {}),
             "collectives": [*map(str, record.events)],
             "files": {file.name: file.nbytes for file in record.files},
             "memory": None,
         }
+        if record.fp8:
+            about["fp8"] = record.fp8
         if (needed := record.memory) is not None:
-            about = {"strategy": needed.strategy, "memory": needed.device, "parts": dict(needed.parts)}
-            ranks[record.rank] |= {**about, "host memory": needed.host}
+            about |= {"strategy": needed.strategy, "memory": needed.device, "host memory": needed.host}
+            about["parts"] = dict(needed.parts)
     settings = {
-        path: {"value": str(redact(path, setting.value)), "origin": setting.origin}
-        for path, setting in sorted(merged.sourced.items())
+        path: {"value": value, "origin": origin} for path, (value, origin) in _settings(merged).items()
     }
     return json.dumps({"settings": settings, "ranks": ranks, "problems": [*problems]}, indent=2)

@@ -8,7 +8,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,33 +46,30 @@ def keep_outputs(task: RankTask) -> RedirectedFiles:
     caches = [
         path for name, path in variables.items() if "CACHE" in name or name in {"HF_HOME", "TORCH_HOME"}
     ]
-    usual = (folder.parent, *map(Path, (*caches, "/dev", "/proc", "/sys")))
-    files = RedirectedFiles(folder, usual)
-    for module, name, *redirections in (
-        *((os, name, files.read) for name in ("stat", "lstat", "access", "chdir", "readlink")),
-        *((os, name, files.listed) for name in ("listdir", "scandir")),
-        *((os, name, files.emptied) for name in ("remove", "unlink", "rmdir")),
-        *((os, name, files.changed) for name in ("chmod", "utime", "truncate")),
-        *((os, name, files.changed, files.written) for name in ("rename", "replace")),
-        (os, "mkdir", files.created),
-        (os, "symlink", unchanged, files.written),
-        (shutil, "rmtree", files.emptied),
+    files = RedirectedFiles(folder, (folder.parent, *map(Path, (*caches, "/dev", "/proc", "/sys"))))
+    for names, *redirections in (
+        ("stat lstat access chdir readlink", files.read),
+        ("listdir scandir", files.listed),
+        ("remove unlink rmdir", files.emptied),
+        ("chmod utime truncate", files.changed),
+        ("rename replace", files.changed, files.written),
+        ("mkdir", files.created),
+        ("symlink", unchanged, files.written),
     ):
-        redirect(module, name, *redirections)
+        for name in names.split():
+            redirect(os, name, *redirections)
+    redirect(shutil, "rmtree", files.emptied)
     open_file, open_descriptor = io.open, os.open
 
     @functools.wraps(open_file)
     def open_redirected(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-        path = files.by_use(file, writes=bool({*mode} & {*"wax+"}), new="x" in mode, empties="w" in mode)
-        return open_file(path, mode, *args, **options)
+        return open_file(files.opened(file, mode), mode, *args, **options)
 
     @functools.wraps(open_descriptor)
     def open_descriptor_redirected(path: Any, flags: int, *args: Any, **options: Any) -> Any:
         if options.get("dir_fd") is None:
-            writes = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND))
-            path = files.by_use(
-                path, writes=writes, new=bool(flags & os.O_EXCL), empties=bool(flags & os.O_TRUNC)
-            )
+            modes = {os.O_WRONLY: "+", os.O_RDWR: "+", os.O_CREAT: "+", os.O_EXCL: "x", os.O_TRUNC: "w"}
+            path = files.opened(path, [mode for flag, mode in modes.items() if flags & flag])
         return open_descriptor(path, flags, *args, **options)
 
     setattr(builtins, "open", open_redirected)  # noqa: B010 - its type has overloads
@@ -101,7 +98,7 @@ def unchanged(argument: Any) -> Any:
 
 
 class RedirectedFiles:
-    """The paths that the functions get in place of the user's, by what they do."""
+    """The paths that functions get in place of the user's: those of copies, once the script has written."""
 
     def __init__(self, folder: Path, excluded: Sequence[Path]) -> None:
         self._folder, self._excluded = folder, excluded
@@ -125,23 +122,24 @@ class RedirectedFiles:
         copy.parent.mkdir(parents=True, exist_ok=True)
         return copy
 
-    def changed(self, path: Any) -> Any:
+    def changed(self, path: Any, *, empty: bool = False) -> Any:
+        """Return a copy that has the contents so far, unless it is to be `empty`."""
         copy = self.written(path)
         if copy is not path and self._exists(path) and not self._exists(copy):
-            (shutil.copytree if Path(os.fsdecode(path)).is_dir() else shutil.copy2)(path, copy)
+            if Path(os.fsdecode(path)).is_dir():
+                copy.mkdir() if empty else shutil.copytree(path, copy)
+            else:
+                copy.touch() if empty else shutil.copy2(path, copy)
         return copy
 
     def emptied(self, path: Any) -> Any:
-        copy = self.written(path)
-        if copy is not path and self._exists(path) and not self._exists(copy):
-            copy.mkdir() if Path(os.fsdecode(path)).is_dir() else copy.touch()
-        return copy
+        return self.changed(path, empty=True)
 
-    def by_use(self, path: Any, *, writes: bool, new: bool, empties: bool) -> Any:
-        if not writes:
+    def opened(self, path: Any, modes: Collection[str]) -> Any:
+        """Return the path of a file that is opened in the modes of `open`."""
+        if not {*modes} & {*"wax+"}:
             return self.read(path)
-        use = self.created if new else self.written if empties else self.changed
-        return use(path)
+        return self.created(path) if "x" in modes else self.changed(path, empty="w" in modes)
 
     def _copy_of(self, path: Any) -> Path | None:
         if not isinstance(path, (str, bytes, os.PathLike)):

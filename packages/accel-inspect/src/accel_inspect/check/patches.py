@@ -28,8 +28,7 @@ from accel_inspect.trial import RankTask, replace_names
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int, fill_shards
 from accel_plugins.optimizers.matrices import ShardLayout
 from accel_state import collectives
-from accel_state.collectives import ReduceOp
-from accel_state.libraries import BY_NAME, Fp8Device
+from accel_state.libraries import BY_NAME
 from accel_state.torch_private import FakeTensor, ShardingPropagator, compute_local_shape_and_global_offset
 from accel_train import observing
 
@@ -44,7 +43,8 @@ def install(recorder: CollectiveRecorder, task: RankTask) -> None:
     real_devices = optimizer._get_foreach_kernels_supported_devices
     optimizer._get_foreach_kernels_supported_devices = lambda: [*real_devices(), "cpu"]
     optimizer._foreach_supported_types.append(FakeTensor)
-    _patch_communication(recorder, task)
+    collectives.in_place_of_group = RankAlone(recorder=recorder, rank=task.rank, world_size=task.world)
+    replace_names("accel_plugins.parallelism.experts", exchange_counts=_share_experts_evenly)
     patch_pipelines(recorder)
     _patch_recipes(recorder)
     _patch_storage(recorder)
@@ -55,28 +55,24 @@ def install(recorder: CollectiveRecorder, task: RankTask) -> None:
 def _patch_values() -> None:
     """Patch the methods that read a tensor's memory without the dispatcher."""
 
-    def replaced(method: Callable[..., Any], make: Callable[[Any], Any]) -> Callable[..., Any]:
-        def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return make(self) if is_fake(self) else method(self, *args, **kwargs)
+    def as_list(tensor: Any) -> Any:
+        value: Any = fake_value(tensor)
+        for length in reversed(tensor.shape):
+            value = [value] * length
+        return value
 
-        return read
+    def as_array(tensor: Any) -> Any:
+        numpy: Any = import_module("numpy")
+        dtype = str(tensor.dtype).removeprefix("torch.").replace("bf", "f")
+        return numpy.ones(tuple(tensor.shape), dtype=dtype)
+
+    def replaced(method: Callable[..., Any], make: Callable[[Any], Any]) -> Callable[..., Any]:
+        return lambda self, *args, **options: make(self) if is_fake(self) else method(self, *args, **options)
 
     tensor: Any = torch.Tensor
-    arrays = dict.fromkeys(("numpy", "__array__"), _fake_array)
-    for name, make in {"tolist": _fake_list, "data_ptr": lambda _: 0, **arrays}.items():
+    methods = {"tolist": as_list, "data_ptr": lambda _: 0, "numpy": as_array, "__array__": as_array}
+    for name, make in methods.items():
         setattr(tensor, name, replaced(getattr(tensor, name), make))
-
-
-def _fake_list(tensor: Any) -> Any:
-    value: Any = fake_value(tensor)
-    for length in reversed(tensor.shape):
-        value = [value] * length
-    return value
-
-
-def _fake_array(tensor: Any) -> Any:
-    numpy: Any = import_module("numpy")
-    return numpy.ones(tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch.").replace("bf", "f"))
 
 
 def _patch_moves(recorder: CollectiveRecorder) -> None:
@@ -105,34 +101,32 @@ def _patch_conversions() -> None:
     real = module._apply
 
     def apply(self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-        parameters, buffers = self._parameters, self._buffers
-        tensors = [*parameters.values(), *buffers.values()]
-        if not all(is_fake(tensor) for tensor in tensors if tensor is not None):
+        tables = (self._parameters, self._buffers)
+        if not all(is_fake(tensor) for table in tables for tensor in table.values() if tensor is not None):
             return real(self, fn, recurse)
         if recurse:
             for child in self.children():
                 child._apply(fn)
         with torch.no_grad():
-            for name, parameter in parameters.items():
-                if parameter is not None:
-                    parameters[name] = _convert(parameter, fn)
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    buffers[name] = fn(buffer)
+            for table in tables:
+                table.update(
+                    {name: _convert(value, fn) for name, value in table.items() if value is not None}
+                )
         return self
 
     module._apply = apply
 
 
-def _convert(parameter: Any, fn: Callable[[Any], Any]) -> Any:
-    new, gradient = fn(parameter), parameter.grad
-    if new.device != parameter.device:
-        return torch.nn.Parameter(new, requires_grad=parameter.requires_grad)
-    parameter.grad = None
-    parameter.data = new
-    if gradient is not None:
-        parameter.grad = fn(gradient)
-    return parameter
+def _convert(tensor: Any, fn: Callable[[Any], Any]) -> Any:
+    new, gradient = fn(tensor), tensor.grad
+    if not isinstance(tensor, torch.nn.Parameter):
+        return new
+    if new.device != tensor.device:
+        return torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
+    tensor.grad = None
+    tensor.data = new
+    tensor.grad = None if gradient is None else fn(gradient)
+    return tensor
 
 
 def _patch_sharding(recorder: CollectiveRecorder) -> None:
@@ -174,12 +168,6 @@ def _run_within(context: Callable[[], AbstractContextManager[None]], method: Any
     return type(method)(call) if isinstance(method, (staticmethod, classmethod)) else call
 
 
-def _patch_communication(recorder: CollectiveRecorder, task: RankTask) -> None:
-    """Let the operations of `accel_ops` run without other processes."""
-    collectives.in_place_of_group = SingleRankCollectives(recorder, task.rank, task.world)
-    replace_names("accel_plugins.parallelism.experts", exchange_counts=_share_experts_evenly)
-
-
 def _share_experts_evenly(
     experts: Tensor, num_experts: int, group: Any
 ) -> tuple[list[int], list[int], Tensor]:
@@ -190,37 +178,26 @@ def _share_experts_evenly(
     return send, [*send], experts.new_empty(ranks, num_experts // ranks)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SingleRankCollectives:
-    """`accel_state.collectives.Collectives` without other processes, whose data is that of this rank.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankAlone(collectives.SingleCollectives):
+    """The collectives of a rank without the others, whose data is that of this rank.
 
     An operation on nested data is recorded as its ranks compare their calls; what it sends belongs to it.
     """
 
     recorder: CollectiveRecorder
-    rank: int
-    world_size: int
 
     def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
         """Do nothing: tensors have no values."""
-
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Do nothing, too."""
 
     def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
         del out, parts, src
         self.recorder.record("scatter")
         return lambda: None
 
-    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
-        """Do nothing, too."""
-
     def all_gather_object(self, obj: Any, *, call: str = "all_gather_object") -> list[Any]:
         self.recorder.record(call.partition("(")[0])
         return [obj] * self.world_size
-
-    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
-        """Do nothing: the objects are those of this rank."""
 
     def barrier(self) -> None:
         self.recorder.record("wait_for_everyone")
@@ -229,41 +206,25 @@ class SingleRankCollectives:
 def _patch_recipes(recorder: CollectiveRecorder) -> None:
     """Count torchao as on a GPU, and TransformerEngine as bfloat16: it stores what that stores."""
     choose: Any = pkgutil.resolve_name("accel_plugins.fp8.build.choose_backend")
+    config_of: Any = pkgutil.resolve_name("accel_plugins.fp8.ao.config_of")
 
     def choose_backend(named: str | None, device: Any, **options: Any) -> Any:
-        if named == "MSAMP":  # It is refused where it is not installed, not because the check is on the CPU.
-            device = Fp8Device(type="cuda")
         backend = BY_NAME[named] if named == "TE" else choose(named, device, **options)
         recorder.fp8 = backend.title
         return backend
 
+    def config_without_emulation(handler: Any, *args: Any, **options: Any) -> Any:
+        config = config_of(handler, *args, **options)
+        return replace(config, emulate=handler.emulate) if hasattr(config, "emulate") else config
+
     replace_names("accel_plugins.fp8.build", choose_backend=choose_backend)
+    replace_names("accel_plugins.fp8.ao", config_of=config_without_emulation)
     replace_names(
         "accel_plugins.fp8.te",
         make_recipe=lambda _: None,
         convert_model=lambda _: {},
         fp8_autocast=lambda _, **__: nullcontext(),
     )
-    torchao: Any = import_module("accel_plugins.fp8.ao")
-    config_of, convert = torchao._config, torchao._convert
-
-    def config_without_emulation(handler: Any, device: Any) -> Any:
-        config = config_of(handler, device)
-        return replace(config, emulate=handler.emulate) if hasattr(config, "emulate") else config
-
-    def cast_inputs(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        inputs, *remaining = args
-        if torch.is_autocast_enabled("cpu"):  # torchao's layers do so with CUDA's autocast only.
-            inputs = inputs.to(torch.get_autocast_dtype("cpu"))
-        return (inputs, *remaining)
-
-    def convert_and_cast(model: Any, *arguments: Any, **options: Any) -> set[str]:
-        names = convert(model, *arguments, **options)
-        for layer in map(model.get_submodule, names):
-            layer.register_forward_pre_hook(cast_inputs)
-        return names
-
-    replace_names("accel_plugins.fp8.ao", _config=config_without_emulation, _convert=convert_and_cast)
 
 
 def _patch_storage(recorder: CollectiveRecorder) -> None:

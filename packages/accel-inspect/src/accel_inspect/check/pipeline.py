@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,21 +23,18 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
 
     Evaluations, and the pass by which ranks learn what stages pass on, run on a copy of the full model.
     """
-    copies: WeakKeyDictionary[Pipeline, nn.Module] = WeakKeyDictionary()
     originals: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()  # of cut models
-    full_models: dict[int, nn.Module] = {}  # by the identity of the names, kept as long as the model
+    copies: WeakKeyDictionary[Pipeline, nn.Module] = WeakKeyDictionary()
     pipeline: Any = Pipeline
     of_strategy: Any = strategy
     of_state: Any = state
-    train, run_stage = pipeline.train, pipeline.run_stage
-    cut, names_of = strategy.PipelineStrategy.shard_in_place, ModelNames.of
-    stage: list[int] = []
+    train, run_stage, cut = pipeline.train, pipeline.run_stage, of_strategy.PipelineStrategy.shard_in_place
+    names_of = ModelNames.of
 
     def note_names(model: nn.Module, layout: Layout) -> ModelNames:
-        names = names_of(model, layout)
         with recorder.paused():
-            originals[model] = full_models[id(names)] = copy.deepcopy(model)
-        return names
+            originals[model] = copy.deepcopy(model)
+        return names_of(model, layout)
 
     def cut_and_copy(self: strategy.PipelineStrategy, model: nn.Module) -> None:
         cut(self, model)
@@ -48,22 +44,21 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
             copies[made] = copy.deepcopy(originals[model])
             if policy is not None and policy.param_dtype is not None:
                 copies[made].to(policy.param_dtype)
-        stage[:] = [made.rank]
 
     def within_stage(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with recorder.within_stage(stage[0]) if stage else nullcontext():
+            with recorder.having(stage=next((made.rank for made in copies), None)):
                 return function(*args, **kwargs)
 
         return call
 
     def probe(self: Any) -> None:
-        with recorder.paused(), recorder.silence(), without_exchange():
+        with recorder.paused(), recorder.having(is_silent=True), without_exchange():
             _learn_boundaries(self, copies[self])
 
     def run_schedule(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
         recorder.record("schedule of the pipeline")
-        with recorder.within_stage(self.rank):
+        with recorder.having(stage=self.rank):
             return train(self, *args, **kwargs)
 
     def run_one_stage(self: Any, stage: Any, received: Tensor | None, index: int) -> Tensor:
@@ -71,14 +66,14 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
 
     def evaluate(self: Pipeline, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         recorder.record("forward pass of the pipeline")
-        with recorder.silence(), without_exchange(), torch.no_grad():
+        with recorder.having(is_silent=True), without_exchange(), torch.no_grad():
             return copies[self].train(self.stages[0].training)(*args, **kwargs)
 
     def find_owners(self: state.PipelineStates, own: Mapping[Any, Any]) -> dict[Any, tuple[int, Any]]:
         states = {key[1]: value for key, value in own.items() if isinstance(key, tuple)}  # of an optimizer
         used = {key[0] if isinstance(key, tuple) else key for key in own}
-        names = next(names for names in self.models.values() if used & {*names.ranks})
-        full = full_models[id(names)].state_dict(keep_vars=True)
+        model, names = next(item for item in self.models.items() if used & {*item[1].ranks})
+        full = originals[model].state_dict(keep_vars=True)
         has_buffers = not all(isinstance(value, nn.Parameter) for value in own.values())
         found: dict[Any, tuple[int, Any]] = {
             key: (0, value) for key, value in own.items() if key in {*names.state} - {*names.first}
@@ -95,7 +90,7 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
 
     pipeline.probe, pipeline.evaluate = probe, evaluate
     pipeline.train, pipeline.run_stage = run_schedule, run_one_stage
-    strategy.PipelineStrategy.shard_in_place = cut_and_copy
+    of_strategy.PipelineStrategy.shard_in_place = cut_and_copy
     of_strategy.norm_of = within_stage(of_strategy.norm_of)
     ModelNames.of = note_names  # pyright: ignore[reportAttributeAccessIssue] - called by the class's name
     of_state.all_gather_objects = lambda obj, group: [obj] * group.size()
@@ -107,18 +102,15 @@ def _learn_boundaries(pipe: Any, model: nn.Module) -> None:
     """Learn from a copy of the full model what the stages of a pipeline pass on."""
     layout = pipe.layout
     pipe._boundaries = {}
+    handles: list[Any] = []
+    for number, (_, end) in enumerate(layout.bounds[:-1]):
+        name = layout.names[end - 1]
 
-    def learn(number: int, output: Any) -> None:
-        name = layout.names[layout.bounds[number][1] - 1]
-        pipe._note_boundary(number, first_tensor(output, name))
-        pipe._forms[number + 1] = len(output) if isinstance(output, tuple) else 0
+        def learn(_: Any, __: Any, output: Any, number: int = number, name: str = name) -> None:
+            pipe._note_boundary(number, first_tensor(output, name))
+            pipe._forms[number + 1] = len(output) if isinstance(output, tuple) else 0
 
-    handles = [
-        model.get_submodule(layout.names[end - 1]).register_forward_hook(
-            lambda _, __, output, number=number: learn(number, output)
-        )
-        for number, (_, end) in enumerate(layout.bounds[:-1])
-    ]
+        handles.append(model.get_submodule(name).register_forward_hook(learn))
     args, kwargs = pipe._batch.parts[0]
     output = model(*args, **kwargs)
     for handle in handles:

@@ -37,7 +37,7 @@ def main(task: RankTask) -> RankRecord:
 
 def _memory_of(recorder: CollectiveRecorder, world: int) -> Estimate | None:
     tracker = recorder.tracker
-    if tracker is None:
+    if not recorder.models:
         return None
     if recorder.is_sharded:
         parts = tracker.parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 from itertools import permutations, zip_longest
+from typing import Any
 
 from accel_inspect.estimate.memory import Estimate
 from accel_state.frozen import frozen
@@ -18,7 +19,6 @@ class RecordedCollective:
         stage: The position in the pipeline of the rank, if the ranks of that stage alone take part.
         peer: The other rank of a transfer.
         transferred: Bytes of a transfer.
-        nbytes: Device memory of the rank at that moment.
     """
 
     kind: str
@@ -26,7 +26,6 @@ class RecordedCollective:
     stage: int | None = None
     peer: int | None = field(default=None, compare=False)
     transferred: int = field(default=0, compare=False)
-    nbytes: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         if self.peer is None:
@@ -51,7 +50,7 @@ class LoaderRecord:
     Args:
         where: File and line of the script that prepared it.
         shard: The data shard of the rank.
-        indices: Digest of the indices of a custom sampler that `prepare` shards; empty where there is none.
+        indices: The sorted indices of a custom sampler that `prepare` shards; empty where there is none.
         batches: Digests of the batches that were read; none if all their values are the same.
     """
 
@@ -94,17 +93,15 @@ def differences(records: Sequence[RankRecord]) -> list[str]:
         >>> print(differences([record, RankRecord(rank=1)])[0])
         rank 0 calls gather at train.py:3, while rank 1 has ended: both would wait forever
     """
-    ranks_by_pair: dict[tuple[int, RecordedCollective | None, RecordedCollective | None], list[int]] = {}
+    ranks_by_pair: dict[Any, list[int]] = {}
     first_of_stage: dict[int | None, RankRecord] = {}
     for record in records:
-        for first in dict.fromkeys((records[0].rank, first_of_stage.setdefault(record.stage, record).rank)):
-            pair = _first_difference(next(r for r in records if r.rank == first), record)
-            if pair is not None:
-                ranks_by_pair.setdefault((first, *pair), []).append(record.rank)
+        for first in (records[0], first_of_stage.setdefault(record.stage, record)):
+            if (pair := _first_difference(first, record)) is not None:
+                ranks_by_pair.setdefault((first.rank, *map(_describe, pair)), []).append(record.rank)
                 break
     return [
-        f"rank {first} {_describe(event)}, while rank {', '.join(map(str, ranks))} {_describe(other)}: both"
-        " would wait forever"
+        f"rank {first} {event}, while rank {', '.join(map(str, ranks))} {other}: both would wait forever"
         for (first, event, other), ranks in ranks_by_pair.items()
     ]
 
@@ -167,22 +164,22 @@ def data_problems(records: Sequence[RankRecord]) -> list[str]:
         ...     print(problem)
         rank 0 and rank 1 read the same samples from the loader prepared at train.py:3
     """
-    first, *following = records
-    problems: dict[str, None] = {}
-    for record in following:
+    first, *others = records
+    problems: list[str] = []
+    for record in others:
         ranks = f"rank {first.rank} and rank {record.rank}"
         for loader, other in zip(first.loaders, record.loaders, strict=False):
             if loader.shard == other.shard or loader.where != other.where:
                 continue
             if loader.indices and other.indices and loader.indices != other.indices:
-                problems[
+                problems.append(
                     f"{ranks} miss samples of the loader prepared at {loader.where}. Its sampler "
                     "already shards the indices, and prepare() shards them again. Pass "
                     "DataLoaderConfiguration(already_sharded=True)"
-                ] = None
+                )
             elif loader.batches and loader.batches == other.batches:
-                problems[f"{ranks} read the same samples from the loader prepared at {loader.where}"] = None
-    return list(problems)
+                problems.append(f"{ranks} read the same samples from the loader prepared at {loader.where}")
+    return [*dict.fromkeys(problems)]
 
 
 def ranks_to_check(world: int, local_world: int) -> tuple[int, ...]:

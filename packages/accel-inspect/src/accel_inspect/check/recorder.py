@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,7 @@ from accel_state.torch_private import (
     TorchDispatchMode,
     disable_current_modes,
     tree_leaves,
-    tree_map,
 )
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
 
 _MOST_INDICES = 2**20
 """Indices of a sampler that are compared at most."""
@@ -45,12 +40,13 @@ class CollectiveRecorder:
         strategy: The name of the strategy, with its axes.
         counted_as: The name of its estimate, if its own code does not run.
         setup: What the estimate needs to know of it.
-        fakes: The mode of fake tensors.
-        tracker: Tracks the memory of the rank, from the first prepared model on.
-        is_on_real_tensors: Whether tensors are currently real.
         is_sharded: Whether models are sharded as in training, so that their tracked memory is the rank's.
         is_offloaded: Whether parameters, gradients and optimizer states are on the host.
         fp8: The title of the library that would multiply matrices in 8 bits.
+        tracker: Tracks the memory of the rank, from the first prepared model on.
+        is_on_real_tensors: Whether tensors are currently real.
+        is_silent: Whether collectives belong to one that is recorded already.
+        stage: The stage of the pipeline whose ranks alone take part.
     """
 
     events: list[RecordedCollective] = field(default_factory=list[RecordedCollective])
@@ -60,64 +56,51 @@ class CollectiveRecorder:
     strategy: str = ""
     counted_as: str = ""
     setup: dict[str, Any] = field(default_factory=dict[str, Any])
-    fakes: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
-    tracker: MemoryTracker | None = None
     is_sharded: bool = False
     is_offloaded: bool = False
     fp8: str = ""
     is_on_real_tensors: bool = False
-    _is_silent: bool = False
-    _stage: int | None = None
+    is_silent: bool = False
+    stage: int | None = None
+
+    def __post_init__(self) -> None:
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.tracker = MemoryTracker(self._fakes)
+        self.tracker.is_paused = True
 
     @contextlib.contextmanager
     def on_fake_tensors(self) -> Generator[None]:
         """Run the block on fake tensors."""
-        with contextlib.ExitStack() as stack:
-            self._stack = stack
-            stack.enter_context(self.fakes)
-            stack.enter_context(FakeValueMode(self.record))
+        with self._fakes, FakeValueMode(self.record), self.tracker:
             yield
 
-    def track(self, models: Sequence[nn.Module], *, sharded: bool = False) -> None:
-        """Track the memory of prepared models."""
-        self.models += models
-        self.is_sharded |= sharded
-        if self.tracker is None:
-            self.tracker = self._stack.enter_context(MemoryTracker(self.fakes))
-        for model in models:
-            self.tracker.add(model)
+    @contextlib.contextmanager
+    def on_real_tensors(self) -> Generator[None]:
+        """Run the block on real tensors; earlier ones are fake."""
+        with self.having(is_on_real_tensors=True), disable_current_modes(), FakeValueMode(self.record):
+            yield
 
-    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Attribute tensors that are created within the block to the optimizer."""
-        return contextlib.nullcontext() if self.tracker is None else self.tracker.stepping(optimizer)
+    def having(self, **attributes: Any) -> AbstractContextManager[None]:
+        """Set attributes within the block."""
+        return replaced_attributes(self, attributes)
 
     def paused(self) -> AbstractContextManager[None]:
         """Do not count tensors that are created and freed within the block."""
-        return (
-            contextlib.nullcontext()
-            if self.tracker is None
-            else replaced_attributes(self.tracker, {"is_paused": True})
-        )
+        return replaced_attributes(self.tracker, {"is_paused": True})
 
-    def silence(self) -> AbstractContextManager[None]:
-        """Record no collectives within the block: they belong to one that is recorded already."""
-        return replaced_attributes(self, {"_is_silent": True})
-
-    def within_stage(self, stage: int) -> AbstractContextManager[None]:
-        """Attribute what is recorded within the block to the ranks of one stage of a pipeline."""
-        return replaced_attributes(self, {"_stage": stage})
+    def track(self, models: Sequence[nn.Module]) -> None:
+        """Track the memory of prepared models."""
+        self.models += models
+        self.tracker.is_paused = False
+        for model in models:
+            self.tracker.add(model)
 
     def record(self, kind: str, peer: int | None = None, transferred: int = 0) -> None:
         """Record a collective, or with a `peer` that many bytes sent to it or received from it."""
-        if not (self.is_on_real_tensors or self._is_silent):
+        if not (self.is_on_real_tensors or self.is_silent):
             self.events.append(
                 RecordedCollective(
-                    kind=kind,
-                    where=source_line(),
-                    stage=self._stage,
-                    peer=peer,
-                    transferred=transferred,
-                    nbytes=0 if self.tracker is None else self.tracker.device_bytes,
+                    kind=kind, where=source_line(), stage=self.stage, peer=peer, transferred=transferred
                 )
             )
 
@@ -127,13 +110,11 @@ class CollectiveRecorder:
 
     def record_loader(self, loader: Any, shard: int) -> None:
         """Record a prepared loader."""
-        sampler = loader.get_sampler()
+        sampler, indices = loader.get_sampler(), ""
         # The indices of torch's samplers do not depend on the rank.
         is_custom = loader.is_sharded and not type(sampler).__module__.startswith("torch.")
-        indices = ""
         if is_custom and isinstance(sampler, Sized) and len(sampler) <= _MOST_INDICES:
-            drawn = repr(sorted(copy.deepcopy(sampler)))  # pyright: ignore[reportArgumentType] - it iterates
-            indices = hashlib.sha256(drawn.encode()).hexdigest()
+            indices = repr(sorted(copy.deepcopy(sampler)))  # pyright: ignore[reportArgumentType] - it iterates
         self.loaders[id(loader)] = LoaderRecord(where=source_line(), shard=shard, indices=indices)
 
     def record_batch(self, loader: Any, batch: Any) -> None:
@@ -146,30 +127,12 @@ class CollectiveRecorder:
             batches = (*known.batches, hashlib.sha256(values).hexdigest())
             self.loaders[id(loader)] = replace(known, batches=batches)
 
-    @contextlib.contextmanager
-    def on_real_tensors(self) -> Generator[None]:
-        """Run the block on real tensors."""
-        # Earlier tensors are fake.
-        with (
-            replaced_attributes(self, {"is_on_real_tensors": True}),
-            disable_current_modes(),
-            FakeValueMode(self.record),
-        ):
-            yield
-
     def move(self, tensor: Tensor, *, to_host: bool) -> Tensor:
         """Copy a tensor to the host, as `Tensor.cpu` does, or to the device."""
-        tracker = self.tracker
-        if tracker is None or tracker.has_on_host(tensor) == to_host:
+        if self.tracker.is_paused or self.tracker.has_on_host(tensor) == to_host:
             return tensor
-        with tracker.moving(to_host=to_host):
+        with self.tracker.moving(to_host=to_host):
             return tensor.clone()
-
-    def make_fake(self, data: Any) -> Any:
-        """Replace the tensors of nested data by fake ones on the CPU."""
-        return tree_map(
-            lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, data
-        )
 
 
 def nbytes_of(data: Any) -> int:

@@ -37,6 +37,7 @@ from accel_plugins.sharding.state import StateForm, local_metadata_file, shard_f
 from accel_plugins.strategy import Bundle, Feature, Strategy, StrategySpec
 from accel_plugins.unsharded import States, check_materialised
 from accel_state.accelerator_state import AcceleratorState
+from accel_state.torch_private import tree_map
 from accel_train.checkpoint import layout
 from accel_train.observing import Observer
 
@@ -58,10 +59,11 @@ class CheckObserver(Observer):
         self.recorder, self._num_batches = recorder, batches
 
     def build(self, spec: StrategySpec, *arguments: Any) -> Strategy:
-        """Build a strategy, or its fake, that is recorded."""
+        """Build a strategy, or its fake, whose models and steps are recorded."""
         recorder, handlers, name = self.recorder, arguments[-1], spec.name
+        recorder.is_sharded = name in REAL
         with recorder.on_real_tensors():  # Meshes need real values.
-            if name in REAL:
+            if recorder.is_sharded:
                 built = super().build(spec, *arguments)
             else:
                 built = FAKES.get(name, FakeStrategy)(recorder, name, *arguments)
@@ -74,12 +76,31 @@ class CheckObserver(Observer):
             name = f"{name}: {sizes}" if sizes else name
         recorder.strategy = name
         recorder.setup["width"] = 4 if built.precision.name == "no" else 2
-        plugin = handlers.get(FullyShardedDataParallelPlugin)
-        recorder.is_offloaded = spec.name == "fsdp2" and isinstance(
-            getattr(plugin, "cpu_offload", None), CPUOffloadPolicy
-        )
-        _record(recorder, built, is_real=spec.name in REAL)
+        offload = getattr(handlers.get(FullyShardedDataParallelPlugin), "cpu_offload", None)
+        recorder.is_offloaded = spec.name == "fsdp2" and isinstance(offload, CPUOffloadPolicy)
+        wrap, step = built.wrap, built.step
+
+        def wrap_recorded(bundle: Bundle, *, evaluation: bool = False, **options: Any) -> Bundle:
+            wrapped = wrap(bundle, evaluation=evaluation, **options)
+            if bundle.models and not evaluation:
+                recorder.track(wrapped.models)
+            return wrapped
+
+        def step_recorded(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+            with recorder.tracker.stepping(optimizer):
+                return step(optimizer, closure)
+
+        built.wrap, built.step = wrap_recorded, step_recorded
         return built
+
+    def prepare(self, accelerator: Any, bundle: Bundle, run: Callable[[], Bundle]) -> Bundle:
+        """Record that models are prepared, instead of what this sends."""
+        del accelerator
+        if not bundle.models:
+            return run()
+        self.recorder.record("prepare")
+        with self.recorder.having(is_silent=True):
+            return run()
 
     def batches(self, loader: Any, read: Callable[[], Iterator[Any]]) -> Generator[Any]:
         """Yield the first batches as fake tensors, read outside of fake mode; mark the last one."""
@@ -87,20 +108,15 @@ class CheckObserver(Observer):
         vars(loader).update(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
         with recorder.on_real_tensors():
             real_batches = read()
-            upcoming = next(real_batches, _END)
-            recorder.record_batch(loader, upcoming)
-        for number in itertools.count(1):
-            if upcoming is _END:
+        for number in range(1, self._num_batches + 1):
+            with recorder.on_real_tensors():
+                upcoming = [*itertools.islice(real_batches, 1)]
+                recorder.record_batch(loader, upcoming)
+            if not upcoming:
                 return
-            current = recorder.make_fake(upcoming)
             if number == self._num_batches:
                 vars(loader)["end_of_dataloader"] = True
-            yield current
-            if number == self._num_batches:
-                break
-            with recorder.on_real_tensors():
-                upcoming = next(real_batches, _END)
-                recorder.record_batch(loader, upcoming)
+            yield tree_map(_fake_like, upcoming[0])
         with recorder.on_real_tensors():
             del real_batches
 
@@ -111,7 +127,7 @@ class CheckObserver(Observer):
         with suppress(FileExistsError):  # another rank was first
             folder.mkdir(parents=True)  # a copy, for hooks
         is_engine = isinstance(run.strategy.states, EngineStates)
-        with self.recorder.silence(), self.recorder.paused() if is_engine else nullcontext():
+        with self.recorder.having(is_silent=True), self.recorder.paused() if is_engine else nullcontext():
             for part in parts(folder):
                 # The metadata of shards are there while others are written.
                 if Path(part.name).name != local_metadata_file(run.rank):
@@ -119,43 +135,8 @@ class CheckObserver(Observer):
         return False
 
 
-_END: Any = object()
-
-
-def _record(recorder: CollectiveRecorder, strategy: Any, *, is_real: bool) -> None:
-    """Record which models a strategy prepares, and when it would all-reduce gradients.
-
-    `is_real`: it shards models and communicates by itself, so that the recorder sees it anyway.
-    """
-    check, wrap, backward, step = strategy.check, strategy.wrap, strategy.backward, strategy.step
-
-    def check_silently(bundle: Bundle) -> None:
-        with recorder.silence():
-            check(bundle)
-
-    def wrap_recorded(bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        if bundle.models and not evaluation:
-            recorder.record("prepare")
-        with recorder.silence():
-            wrapped = wrap(bundle, evaluation=evaluation)
-        if wrapped.models and not evaluation:
-            recorder.track(wrapped.models, sharded=is_real)
-        return wrapped
-
-    def backward_recorded(loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
-        if sync and not is_real:
-            recorder.record("backward")
-        backward(loss, accumulation=accumulation, sync=sync, **kwargs)
-
-    def step_recorded(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        with recorder.stepping(optimizer):
-            if is_real:
-                return step(optimizer, closure)
-            optimizer.step()
-        return True
-
-    strategy.check, strategy.wrap = check_silently, wrap_recorded
-    strategy.backward, strategy.step = backward_recorded, step_recorded
+def _fake_like(leaf: Any) -> Any:
+    return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 class EngineStates(States):
@@ -208,6 +189,16 @@ class FakeStrategy(Strategy):
         del evaluation
         return bundle
 
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        if sync:
+            self.recorder.record("backward")
+        super().backward(loss, accumulation=accumulation, sync=sync, **kwargs)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        del closure
+        optimizer.step()
+        return True
+
 
 class FakeFsdp1(FakeStrategy):
     """Fake of FSDP1, which is estimated as FSDP2."""
@@ -232,10 +223,6 @@ class FakeFsdp1(FakeStrategy):
         return {f"{folder}/{shard}": nbytes // topology.world_size for folder, nbytes in folders.items()}
 
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The element types of engines by the name of their precision."""
-
-
 class FakeDeepSpeed(FakeStrategy):
     """Fake of DeepSpeed's engine: it fills and checks the configuration, and casts the model."""
 
@@ -245,25 +232,26 @@ class FakeDeepSpeed(FakeStrategy):
         self.plugin: Any = next(iter(handler.values())) if isinstance(handler, dict) else handler
         self.plugin.set_mixed_precision(self.precision.name)
         self.stage = int(self.plugin.get_value("zero_optimization.stage", 0))
-        self.precision = EnginePrecision(
-            name=self.plugin.mixed_precision, device_type=self.runtime.device.type
-        )
+        name = self.plugin.mixed_precision
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        self.precision = EnginePrecision(name=name, device_type=self.runtime.device.type)
         self.states = EngineStates(StateForm.NATIVE, self._files)
 
     @property
     def counted_as(self) -> str:
-        optimizer, weights = (
-            self.plugin.get_value(f"zero_optimization.offload_{what}.device", None) not in {None, "none"}
-            for what in ("optimizer", "param")
-        )
+        keys = (f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param"))
+        optimizer, weights = (self.plugin.get_value(key, None) not in {None, "none"} for key in keys)
         weights = weights if self.stage == 3 else optimizer
         what = "" if weights and optimizer else "weights " if weights else "optimizer "
         offloaded = f", {what}offloaded" if weights or optimizer else ""
         return f"ZeRO-{self.stage}{offloaded}" if self.stage else "DDP"
 
-    def configuration(self, bundle: Bundle) -> dict[str, Any]:
-        """Return the configuration of the engine of the first model."""
-        return configuration_of(
+    def check(self, bundle: Bundle) -> None:
+        check_materialised(bundle)
+        check_request(self.plugin.hf_ds_config, bundle, trains=False)
+        if not bundle.models:
+            return
+        configuration = configuration_of(
             self.plugin,
             bundle.models[0],
             bundle,
@@ -271,49 +259,38 @@ class FakeDeepSpeed(FakeStrategy):
             accumulation=accumulation_of(self.handlers.get(GradientAccumulationPlugin)),
             split_batches=self.handler(DataLoaderConfiguration).split_batches,
         )
-
-    def check(self, bundle: Bundle) -> None:
-        check_materialised(bundle)
-        check_request(self.plugin.hf_ds_config, bundle, trains=False)
-        if bundle.models:
-            self.configuration(bundle)
+        zero = configuration.get("zero_optimization", {})
+        keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters")
+        names = zip(("reduce", "prefetch", "live"), keys, strict=True)
+        buckets = {name: int(zero[key]) for name, key in names if key in zero}
+        self.recorder.setup["buckets"] = Buckets(**buckets)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         if not bundle.models or evaluation:
             return bundle
-        zero = self.configuration(bundle).get("zero_optimization", {})
-        buckets = {name: int(zero[key]) for name, key in _BUCKET_KEYS.items() if key in zero}
-        self.recorder.setup["buckets"] = Buckets(**buckets)
-        dtype = DTYPES.get(self.plugin.mixed_precision)
-        models = [model if dtype is None else model.to(dtype) for model in bundle.models]
         optimizers: list[Any] = [
             torch.optim.AdamW(optimizer.params) if isinstance(optimizer, DummyOptim) else optimizer
             for optimizer in bundle.optimizers
         ]
+        models = [model if self.dtype is None else model.to(self.dtype) for model in bundle.models]
         return _with_real_schedulers(replace(bundle, models=models, optimizers=optimizers), DummyScheduler)
 
     def _files(self, model: nn.Module, index: int) -> dict[str, int]:
         """Return the files of DeepSpeed's engines (`accel_plugins.deepspeed.folder`)."""
         rank, ranks = self.runtime.topology.rank, self.runtime.topology.world_size
-        width = MASTER if self.precision.name == "no" else 2
         folder, (elements, trained) = layout.engine_name(index), _elements(model)
+        weights = (MASTER if self.dtype is None else 2) * elements
         files: dict[str, int] = {}
         if self.stage == 3:
-            files[f"{folder}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = width * elements // ranks
+            files[f"{folder}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = weights // ranks
         elif rank == 0:
             states = 0 if self.stage else ADAM * trained
-            files[f"{folder}/mp_rank_00_model_states.pt"] = width * elements + states
+            files[f"{folder}/mp_rank_00_model_states.pt"] = weights + states
         if self.stage:
-            name = f"{'bf16_' if width == 2 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            kind = "bf16_" if self.dtype == torch.bfloat16 else ""
+            name = f"{kind}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             files[f"{folder}/{name}"] = (MASTER + ADAM) * trained // ranks
         return files
-
-
-_BUCKET_KEYS = {
-    "reduce": "reduce_bucket_size",
-    "prefetch": "stage3_prefetch_bucket_size",
-    "live": "stage3_max_live_parameters",
-}
 
 
 class FakeMegatron(FakeStrategy):

@@ -132,11 +132,6 @@ class MemoryTracker(TorchDispatchMode):
         in_passes = {**self._peak_of_passes, "optimizer": state}
         return max(in_passes, self._peak_of_steps, key=lambda parts: sum(parts.values()))
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes that are currently live on the device."""
-        return sum(self._bytes[kind] for kind in _DEVICE_KINDS)
-
     def add(self, model: nn.Module) -> None:
         """Start to track the parameters, buffers and gradients of a model; of sharded ones, the shards."""
         self._models.append(model)
