@@ -67,7 +67,6 @@ class CheckObserver(Observer):
                 built = super().build(spec, *arguments)
             else:
                 built = FAKES.get(name, FakeStrategy)(recorder, name, *arguments)
-                recorder.counted_as = built.counted_as
         if built.mesh is not None:
             axes = dict(zip(built.mesh.mesh_dim_names or (), built.mesh.shape, strict=True))
             if (config := handlers.get(ParallelismConfig)) is not None and config.ep_enabled:
@@ -81,8 +80,12 @@ class CheckObserver(Observer):
         wrap, step = built.wrap, built.step
 
         def wrap_recorded(bundle: Bundle, *, evaluation: bool = False, **options: Any) -> Bundle:
+            is_trained = bool(bundle.models) and not evaluation
+            if is_trained:
+                with recorder.having(is_silent=False):
+                    recorder.record("prepare")
             wrapped = wrap(bundle, evaluation=evaluation, **options)
-            if bundle.models and not evaluation:
+            if is_trained:
                 recorder.track(wrapped.models)
             return wrapped
 
@@ -94,12 +97,9 @@ class CheckObserver(Observer):
         return built
 
     def prepare(self, accelerator: Any, bundle: Bundle, run: Callable[[], Bundle]) -> Bundle:
-        """Record that models are prepared, instead of what this sends."""
+        """Prepare objects; of models, what this sends is recorded as one operation."""
         del accelerator
-        if not bundle.models:
-            return run()
-        self.recorder.record("prepare")
-        with self.recorder.having(is_silent=True):
+        with self.recorder.having(is_silent=bool(bundle.models)):
             return run()
 
     def batches(self, loader: Any, read: Callable[[], Iterator[Any]]) -> Generator[Any]:
@@ -163,24 +163,20 @@ def _elements(model: nn.Module) -> tuple[int, int]:
 
 
 class FakeStrategy(Strategy):
-    """Strategy that leaves models as they are, such as DistributedDataParallel."""
+    """Strategy that leaves models as they are; unless it says otherwise, it is estimated as DDP."""
 
     features = frozenset(Feature)
 
     def __init__(self, recorder: CollectiveRecorder, name: str, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.recorder, self.name, self.handlers = recorder, name, arguments[-1]
+        in_buckets = self.handler(DistributedDataParallelKwargs).gradient_as_bucket_view
+        several = "DDP, gradients in buckets" if in_buckets else "DDP"
+        recorder.counted_as = "one device" if name == "single" else several
 
     def handler(self, kind: type[Any]) -> Any:
         """Return the handler of the run of a type, or the default one."""
         return self.handlers.get(kind) or kind()
-
-    @property
-    def counted_as(self) -> str:
-        """The name of its estimate; strategies without one are estimated as DDP."""
-        in_buckets = self.handler(DistributedDataParallelKwargs).gradient_as_bucket_view
-        several = "DDP, gradients in buckets" if in_buckets else "DDP"
-        return "one device" if self.name == "single" else several
 
     def check(self, bundle: Bundle) -> None:
         del bundle
@@ -205,15 +201,12 @@ class FakeFsdp1(FakeStrategy):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.plugin = self.handler(FullyShardedDataParallelPlugin)
-        self.states = EngineStates(form_of(self.plugin), self._files)
-
-    @property
-    def counted_as(self) -> str:
-        offload, sharding = self.plugin.cpu_offload, getattr(self.plugin.sharding_strategy, "name", "")
-        if getattr(offload, "offload_params", offload):
-            return "FSDP2, offloaded"
-        return {"NO_SHARD": "DDP", "SHARD_GRAD_OP": "FSDP2, gathered once"}.get(sharding, "FSDP2")
+        plugin = self.handler(FullyShardedDataParallelPlugin)
+        self.states = EngineStates(form_of(plugin), self._files)
+        sharding = getattr(plugin.sharding_strategy, "name", "")
+        is_offloaded = getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)
+        names = {"NO_SHARD": "DDP", "SHARD_GRAD_OP": "FSDP2, gathered once"}
+        self.recorder.counted_as = "FSDP2, offloaded" if is_offloaded else names.get(sharding, "FSDP2")
 
     def _files(self, model: nn.Module, index: int) -> dict[str, int]:
         topology, (weights, trained) = self.runtime.topology, _elements(model)
@@ -236,15 +229,12 @@ class FakeDeepSpeed(FakeStrategy):
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         self.precision = EnginePrecision(name=name, device_type=self.runtime.device.type)
         self.states = EngineStates(StateForm.NATIVE, self._files)
-
-    @property
-    def counted_as(self) -> str:
         keys = (f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param"))
         optimizer, weights = (self.plugin.get_value(key, None) not in {None, "none"} for key in keys)
         weights = weights if self.stage == 3 else optimizer
         what = "" if weights and optimizer else "weights " if weights else "optimizer "
         offloaded = f", {what}offloaded" if weights or optimizer else ""
-        return f"ZeRO-{self.stage}{offloaded}" if self.stage else "DDP"
+        self.recorder.counted_as = f"ZeRO-{self.stage}{offloaded}" if self.stage else "DDP"
 
     def check(self, bundle: Bundle) -> None:
         check_materialised(bundle)
@@ -304,10 +294,7 @@ class FakeMegatron(FakeStrategy):
         self.sharding = batch_sharding(self.plugin, groups)
         sizes = {"tensor": groups.tensor, "pipeline": groups.pipeline, "context": groups.context}
         self.recorder.setup.update(sizes)
-
-    @property
-    def counted_as(self) -> str:
-        return MEGATRON[bool(self.plugin.use_distributed_optimizer)]
+        self.recorder.counted_as = MEGATRON[bool(self.plugin.use_distributed_optimizer)]
 
     def check(self, bundle: Bundle) -> None:
         megatron.check_request(self.plugin, bundle)
