@@ -410,6 +410,11 @@ def test_indexed_data_sets_have_every_token_once(corpus):
     plugin.consumed_samples = [8, 0, 0]
     again = list(indexed_loaders(plugin, provider(num_samples(plugin)))[0])
     assert torch.equal(again[0]["tokens"], batches[4]["tokens"])
+    plugin.consumed_samples = [8]
+    with pytest.raises(
+        SettingsError, match=r"consumed_samples=\[8\].*one number for each of the 3 data sets"
+    ):
+        indexed_loaders(plugin, [None] * 3)
 
 
 @needs_megatron

@@ -261,6 +261,11 @@ def indexed_loaders(
 ) -> tuple[DataLoader[Any] | None, DataLoader[Any] | None, DataLoader[Any] | None]:
     """Build loaders of micro-batches that begin after the consumed samples."""
     consumed = plugin.consumed_samples or [0, 0, 0]
+    if len(consumed) != len(datasets):
+        raise SettingsError(
+            f"MegatronLMPlugin(consumed_samples={consumed!r}): expected one number for each of the "
+            f"{len(datasets)} data sets (train, valid, test)."
+        )
     size = plugin.megatron_lm_default_args["micro_batch_size"]
     train, valid, test = (
         None
