@@ -306,6 +306,9 @@ def test_a_place_without_source_is_named_by_its_function():
     scope = {"call_site": call_site, "sys": sys}
     exec(compile("def lost():\n    return call_site(sys._getframe())", "<typed>", "exec"), scope)
     assert scope["lost"]() == ("<typed>:2", "lost()")
+    lost = scope["lost"]
+    lost.__code__ = lost.__code__.replace(co_linetable=b"")  # as some instructions, it belongs to no line
+    assert lost() == ("<typed>:1", "lost()")
 
 
 def test_no_frame_is_no_place():

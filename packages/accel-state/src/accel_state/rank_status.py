@@ -78,7 +78,8 @@ def call_site(frame: FrameType | None) -> tuple[str, str]:
         user = user.f_back
     if (user := user or frame) is None:
         return "", ""
-    path, line = Path(user.f_code.co_filename), user.f_lineno
+    line = user.f_lineno or user.f_code.co_firstlineno  # some instructions belong to no line
+    path = Path(user.f_code.co_filename)
     if path.is_absolute() and path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
     source = linecache.getline(user.f_code.co_filename, line).strip() or f"{user.f_code.co_name}()"
