@@ -263,8 +263,8 @@ def run(step: Step, show: Show = SHOW) -> Result:
         for test in suspects:
             show(f"\n##### {step.name}, once more: {test}\n")
             flaky += [test] if passed_through((*step.once_more, test), show)[0] == 0 else []
-        tests["passed"] += len(flaky)
-        tests["failed"] -= len(flaky)
+        errors = max(0, len(flaky) - tests["failed"])
+        tests.update({"passed": len(flaky), "failed": errors - len(flaky), "error": -errors})
         status = int(len(flaky) < len(suspects))
     return Result(
         step=step, status=status, seconds=time.monotonic() - started, tests=tests, flaky=tuple(flaky)

@@ -20,6 +20,7 @@ FILES = sorted(
 NEED_NVIDIA = {
     "packages/accel-quant/tests/test_bnb.py": "the kernels of bitsandbytes",
     "test_the_host_blocks_on_an_event_and_does_not_spin": "operators that take time",
+    "test_memory_that_cannot_be_pinned_is_said_and_does": "the pinned memory of CUDA",
     "test_threads_of_a_rank_make_no_context_on_the_first_gpu": "CUDA's list of contexts",
     "test_the_next_batch_is_copied_while_this_one_is_computed_with": "operators that take time",
 }
