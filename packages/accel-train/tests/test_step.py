@@ -13,7 +13,7 @@ from accel_plugins.kwargs import GradientAccumulationPlugin
 from accel_state.accelerator_state import GradientState
 from accel_state.runtime import Runtime
 from accel_train import Accelerator
-from accel_train.step import Accumulation, ItemWindow, Synchronizer, next_micro_batch
+from accel_train.step import Accumulation, ItemWindow, Synchronizer
 
 
 def make_training(**options):
@@ -138,20 +138,32 @@ def make_state(**changes):
     return GradientState(GradientAccumulationPlugin(**{"num_steps": 2, **changes}))
 
 
+class Loader:
+    end_of_dataloader = False
+
+
 @given(num_steps=st.integers(1, 7), ends=st.lists(st.booleans(), max_size=60))
 def test_a_window_has_num_steps_micro_batches_unless_a_loader_ends_it(num_steps, ends):
-    done, window = 0, 0
+    loader = Loader()
+    synchronizer = Synchronizer(make_state(num_steps=num_steps), None)
+    synchronizer.state._add_dataloader(loader)
+    window = 0
     for at_end in ends:
-        done, sync = next_micro_batch(done, num_steps=num_steps, at_end=at_end)
+        loader.end_of_dataloader = at_end
+        sync = synchronizer.advance()
+        synchronizer.state.window.ran_backward = True
         window += 1
         assert sync == (at_end or window == num_steps)
         if sync:
             window = 0
-        assert done == window
+        assert synchronizer.step == window
+    synchronizer.state._remove_dataloader(loader)
 
 
 def test_a_smaller_number_of_steps_takes_effect_within_a_window():
-    assert next_micro_batch(3, num_steps=2, at_end=False) == (0, True)
+    synchronizer = Synchronizer(make_state(num_steps=2), None)
+    synchronizer.step = 3
+    assert (synchronizer.advance(), synchronizer.step) == (True, 0)
 
 
 class Recorder:

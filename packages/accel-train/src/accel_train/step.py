@@ -89,9 +89,9 @@ class Synchronizer:
         is_late = window.step == 0 and window.has_gradients and not window.ran_backward
         window.has_gradients = is_late or (window.step > 0 and (window.has_gradients or window.ran_backward))
         window.ran_backward = False
-        at_end = is_late or (state.sync_with_dataloader and state.end_of_dataloader)
-        window.step, sync = next_micro_batch(window.step, num_steps=state.num_steps, at_end=at_end)
-        state.sync_gradients = sync
+        done = window.step + 1
+        sync = is_late or done >= state.num_steps or (state.sync_with_dataloader and state.end_of_dataloader)
+        window.step, state.sync_gradients = 0 if sync else done, sync
         return sync
 
     def _window_of(self, models: Sequence[nn.Module]) -> AccumulationWindow:
@@ -150,24 +150,6 @@ class Accumulation:
         """Exit the `no_sync` contexts of the models."""
         if self._local is not None:
             self._local.__exit__(kind, error, traceback)
-
-
-def next_micro_batch(done: int, *, num_steps: int, at_end: bool) -> tuple[int, bool]:
-    """Count one micro-batch; the last one of a loader ends a window early.
-
-    Returns:
-        The micro-batches since the last optimizer step, and whether this one ends the window.
-
-    Example:
-        >>> next_micro_batch(0, num_steps=2, at_end=False)
-        (1, False)
-        >>> next_micro_batch(1, num_steps=2, at_end=False)
-        (0, True)
-        >>> next_micro_batch(0, num_steps=2, at_end=True)
-        (0, True)
-    """
-    done += 1
-    return (0, True) if at_end or done >= num_steps else (done, False)
 
 
 def bind_backward(

@@ -169,21 +169,15 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     elif sys.platform != "win32":
         threading.Thread(target=_kill_after, args=(os.getppid(),), name="accel-parent", daemon=True).start()
-    if sys.platform != "win32" and not _is_alive(parent):  # it died before the kernel was asked
-        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.platform != "win32":
+        with contextlib.suppress(PermissionError):  # another user's process is alive
+            try:
+                os.kill(parent, 0)
+            except ProcessLookupError:  # it died before the kernel was asked
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _kill_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_INTERVAL)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # the process is another user's, and alive
-        pass
-    return True

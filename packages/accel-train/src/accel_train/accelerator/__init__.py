@@ -37,7 +37,13 @@ from accel_plugins.kwargs import (
     TilingKwargs,
     TorchDynamoPlugin,
 )
-from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler, StepPer, without_wrapper
+from accel_plugins.optimizer import (
+    AcceleratedOptimizer,
+    AcceleratedScheduler,
+    StepPer,
+    check_clock,
+    without_wrapper,
+)
 from accel_plugins.precision import switch_autocast, switch_scaler, with_autocast_options
 from accel_plugins.registry import as_handlers, find_plugins, with_plugin_fields
 from accel_plugins.strategy import Feature, StrategySpec
@@ -269,13 +275,28 @@ class Accelerator(RankMethods):
         handlers = build.index_handlers(kwargs_handlers or ())
         self.device_placement = device_placement
         self.dataloader_config = build.resolve_dataloading(dataloader_config, split_batches)
-        self.rng_types = build.check_rng_types(rng_types)
+        self.rng_types = ["generator"] if rng_types is None else [*rng_types]
+        if unknown := [kind for kind in self.rng_types if kind not in RNGType]:
+            raise SettingsError(
+                f"rng_types contains {unknown[0]!r}; accepted are {', '.join(map(repr, RNGType.list()))}."
+            )
         project = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)
-        compiler = build.resolve_compiler(dynamo_backend, dynamo_plugin)
+        if dynamo_plugin is not None and dynamo_backend is not None:
+            raise SettingsError(
+                f"Accelerator(dynamo_backend={dynamo_backend!r}, dynamo_plugin={dynamo_plugin!r}): pass only "
+                "one of the two."
+            )
+        compiler = dynamo_plugin or TorchDynamoPlugin(backend=dynamo_backend)
         trackers = TrackerSession(log_with, project.logging_dir, on_error=on_tracker_error)
-        build.check_scheduler_clock(step_scheduler_per, step_with_optimizer=step_scheduler_with_optimizer)
+        check_clock(step_scheduler_per, "step_scheduler_per")
+        if step_scheduler_per is not None and not step_scheduler_with_optimizer:
+            raise SettingsError(
+                f"Accelerator(step_scheduler_per={step_scheduler_per!r}, step_scheduler_with_optimizer="
+                "False): without the optimizer, every call of step() is one step of the schedule. Remove one "
+                "of the two."
+            )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.step_scheduler_per = step_scheduler_per
         tiling = TilingKwargs()  # from the environment, if no handler was given

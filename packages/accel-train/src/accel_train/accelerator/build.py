@@ -22,14 +22,13 @@ from accel_plugins.kwargs import (
     TilingKwargs,
     TorchDynamoPlugin,
 )
-from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler, StepPer, check_clock
+from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from accel_plugins.precision import build_precision, compute_in_float32
 from accel_plugins.registry import ENGINES, STRATEGIES, choose, load
 from accel_plugins.strategy import PrecisionPolicy, Strategy, StrategySpec
 from accel_state import environ
 from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_state.errors import SettingsError
-from accel_state.labels import DynamoBackend, RNGType
 from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
 from accel_state.settings import Settings
@@ -248,40 +247,6 @@ def resolve_dataloading(dataloading: DataLoaderConfiguration | None, split: Any)
             "contradict each other. Set it only in dataloader_config."
         )
     return dataloading
-
-
-def check_rng_types(rng_types: Sequence[str | RNGType] | None) -> list[str | RNGType]:
-    """Return the random generators that loaders synchronise; reject unknown names."""
-    types: list[str | RNGType] = ["generator"] if rng_types is None else [*rng_types]
-    for rng_type in types:
-        if rng_type not in RNGType:
-            raise SettingsError(
-                f"rng_types contains {rng_type!r}; accepted are {', '.join(map(repr, RNGType.list()))}."
-            )
-    return types
-
-
-def resolve_compiler(
-    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
-) -> TorchDynamoPlugin:
-    """Return the `torch.compile` options."""
-    if plugin is None:
-        return TorchDynamoPlugin(backend=backend)
-    if backend is not None:
-        raise SettingsError(
-            f"Accelerator(dynamo_backend={backend!r}, dynamo_plugin={plugin!r}): pass only one of the two."
-        )
-    return plugin
-
-
-def check_scheduler_clock(step_per: StepPer | None, *, step_with_optimizer: bool) -> None:
-    """Reject an unknown `step_scheduler_per`, and any value if schedulers do not follow the optimizer."""
-    check_clock(step_per, "step_scheduler_per")
-    if step_per is not None and not step_with_optimizer:
-        raise SettingsError(
-            f"Accelerator(step_scheduler_per={step_per!r}, step_scheduler_with_optimizer=False): "
-            "without the optimizer, every call of step() is one step of the schedule. Remove one of the two."
-        )
 
 
 def resolve_accumulation(

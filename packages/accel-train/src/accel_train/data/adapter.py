@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -77,31 +78,6 @@ class Position:
     order: OrderState | None = None
     torchdata: dict[str, Any] | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, without torchdata's state, that `torch.load(..., weights_only=True)` reads.
-
-        Example:
-            >>> position = Position(unit="samples", consumed=(6,))
-            >>> Position.from_dict(position.to_dict()) == position
-            True
-        """
-        return {
-            "unit": self.unit,
-            "consumed": list(self.consumed),
-            "next_worker": self.next_worker,
-            "order": self.order,
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Position:
-        """Build a position from the result of `to_dict`."""
-        return cls(
-            unit=data["unit"],
-            consumed=tuple(data["consumed"]),
-            next_worker=data["next_worker"],
-            order=data["order"],
-        )
-
 
 @dataclass
 class Pass:
@@ -113,6 +89,9 @@ class Pass:
         stride: The change of the position by one batch.
         taken: The number of batches after `start` that were yielded before.
         facts: The facts about the last batch, by the loader's attributes.
+        last_worker: The worker that read the last batch.
+        by_worker: The number of batches that each worker has read.
+        torchdata: The state of torchdata's loader after the last batch.
     """
 
     batches: Iterator[Any]
@@ -122,29 +101,27 @@ class Pass:
     loader: object = None
     epoch: int = 0
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    def __post_init__(self) -> None:
-        self._by_worker = [0] * len(self.start.consumed)
-        self._next_worker = self.start.next_worker
-        self._torchdata: dict[str, Any] | None = None
+    last_worker: int | None = None
+    by_worker: Counter[int] = field(default_factory=Counter[int])
+    torchdata: dict[str, Any] | None = None
 
     def count(self, loaded: BatchWithMeta) -> None:
         """Count a batch that is about to be yielded; one without metadata counts as `taken` only."""
         self.taken += loaded.read
-        self._torchdata = loaded.torchdata
+        self.torchdata = loaded.torchdata
         for worker in loaded.workers:
-            self._by_worker[worker] += 1
-            self._next_worker = (worker + 1) % len(self._by_worker)
+            self.by_worker[worker] += 1
+            self.last_worker = worker
 
     def position(self) -> Position:
         """Return the position in the epoch after the batches that were counted."""
-        counts = self._by_worker if len(self._by_worker) > 1 else [self.taken] * len(self._by_worker)
-        consumed = zip(self.start.consumed, counts, strict=True)
+        before, last = self.start.consumed, self.last_worker
+        counts = self.by_worker if len(before) > 1 else {0: self.taken}
         return replace(
             self.start,
-            consumed=tuple(before + count * self.stride for before, count in consumed),
-            next_worker=self._next_worker,
-            torchdata=self._torchdata,
+            consumed=tuple(number + counts[worker] * self.stride for worker, number in enumerate(before)),
+            next_worker=self.start.next_worker if last is None else (last + 1) % len(before),
+            torchdata=self.torchdata,
         )
 
 
@@ -424,7 +401,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
                 epoch,
             )
             self._resume = None
-        self.iteration = epoch
+        self._progress.epoch = epoch
         part: Any = self.batch_sampler if self.batch_sampler is not None else self.sampler
         while part is not None:
             set_epoch_of(part, epoch)
@@ -448,7 +425,14 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
             **self.torchdata_state(),
             "format": STATE_FORMAT,
             "epoch": passes[-1].epoch if (passes := self._progress.passes) else self.iteration,
-            "position": None if position is None else position.to_dict(),
+            "position": None
+            if position is None
+            else {
+                "unit": position.unit,
+                "consumed": list(position.consumed),
+                "next_worker": position.next_worker,
+                "order": position.order,
+            },
             "source": record_source(self.order_source),
             **({"shards": self._shards} if self.use_stateful_dataloader else {}),
         }
@@ -477,7 +461,22 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
                 f"{sorted(state_dict)!r} and format={state_dict.get('format')!r}, not {STATE_FORMAT}."
             )
         position = state_dict["position"]
-        self._resume = None if position is None else self._checked(Position.from_dict(position))
+        self._resume = None
+        if position is not None:
+            unit, consumed = position["unit"], tuple(position["consumed"])
+            if self._reads and unit != self._unit:
+                raise ValueError(
+                    f"The saved data position counts {unit!r}, but this loader counts {self._unit!r}. "
+                    "Build the loader as in the saved run."
+                )
+            if self._reads and self.index_shard is None and len(consumed) != self._readers:
+                raise ValueError(
+                    f"The saved data position is for {len(consumed)} worker(s), each with a part of the "
+                    f"iterable dataset, but this loader has {self._readers}. Pass "
+                    f"num_workers={len(consumed)!r} as in the saved run."
+                )
+            facts = {"next_worker": position["next_worker"], "order": position["order"]}
+            self._resume = Position(unit=unit, consumed=consumed, **facts)
         self._resume_epoch = self.iteration = state_dict["epoch"]
         torchdata = {name: value for name, value in state_dict.items() if name not in _OUR_KEYS}
         if self._resume is not None and torchdata and state_dict["shards"] == self._shards:
@@ -525,23 +524,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
 
         Loaders of other libraries that count prefetched batches may override this.
         """
-
-    def _checked(self, position: Position) -> Position:
-        if not self._reads:
-            return position
-        unit, workers = self._unit, self._readers
-        if position.unit != unit:
-            raise ValueError(
-                f"The saved data position counts {position.unit!r}, but this loader counts {unit!r}. "
-                "Build the loader as in the saved run."
-            )
-        if self.index_shard is None and len(position.consumed) != workers:
-            raise ValueError(
-                f"The saved data position is for {len(position.consumed)} worker(s), each with a part of "
-                f"the iterable dataset, but this loader has {workers}. Pass "
-                f"num_workers={len(position.consumed)!r} as in the saved run."
-            )
-        return position
 
     def _position(self) -> Position | None:
         """Return the position of the current iteration, or the one at which the next resumes, if any."""
@@ -618,7 +600,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         shard, stride, taken = self.index_shard, self._inner_stride, 0
         by_torchdata = self.use_stateful_dataloader and (start.torchdata or not any(start.consumed))
         if shard is None:
-            start = replace(start, order=self._stream_order(start.order))
+            order = start.order
+            if order:
+                restore_source(self.order_source, order)
+            elif isinstance(self._shard, IterableDatasetShard):
+                self._shard.seed_with_epoch()
+            start = replace(start, order=order or record_source(self.order_source) or None)
         else:
             if by_torchdata:  # it skips what was consumed
                 taken = start.consumed[0] // stride
@@ -673,15 +660,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
             yield
         finally:
             self.generator = own
-
-    def _stream_order(self, order: OrderState | None) -> OrderState | None:
-        """Return the state that replays a stream's order, after setting it if it is known."""
-        if order:
-            restore_source(self.order_source, order)
-            return order
-        if isinstance(self._shard, IterableDatasetShard):
-            self._shard.seed_with_epoch()
-        return record_source(self.order_source) or None
 
     @property
     def batch_size_seen(self) -> int | None:

@@ -262,14 +262,10 @@ class RowSplit:
         except ValueError as error:
             if can_cut:
                 raise ValueError(f"The main process cannot split the batch that it read: {error}.") from error
-            return self._full_batches(batches, rows)
+            padding = BatchWithMeta(batches[0], 0, rows) if self.even else None  # the first batch pads
+            whole = [BatchWithMeta(batch, None, rows) for batch in batches]
+            return [*whole, *[padding] * (self.num_processes - len(batches))]
         return self._slices(joined, layout.tree, rows)
-
-    def _full_batches(self, batches: Sequence[Any], rows: int | None) -> list[BatchWithMeta | None]:
-        """Return batches that cannot be joined; with `even`, the first one pads the round."""
-        loaded_batches: list[BatchWithMeta | None] = [BatchWithMeta(batch, None, rows) for batch in batches]
-        padding = BatchWithMeta(batches[0], 0, rows) if self.even else None
-        return loaded_batches + [padding] * (self.num_processes - len(batches))
 
     def _slices(self, batch: Any, tree: Any, rows: int) -> list[BatchWithMeta | None]:
         """Cut a batch into equal slices, padded with the first rows; else of almost equal length."""

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -181,12 +181,6 @@ def replay_order(sampler: Any, state: OrderState | None) -> Generator[None]:
     finally:
         if getattr(sampler, "generator", None) is not own:
             sampler.generator = own
-
-
-def drawn(items: Iterable[Any]) -> Iterator[Any]:
-    """Iterate with the first item read now, so that an order drawn lazily is drawn now."""
-    iterator = iter(items)
-    return chain(list(islice(iterator, 1)), iterator)
 
 
 def iterate_seeded(items: Callable[[], Iterator[Any]], seeds: Sequence[int]) -> Iterator[Any]:

@@ -17,7 +17,6 @@ from accel_state.torch_private import pin_memory
 from accel_train.data.samplers import (
     OrderState,
     SeedableRandomSampler,
-    drawn,
     innermost_sampler,
     is_plain_batch_sampler,
     iterate_seeded,
@@ -251,7 +250,8 @@ class BatchSamplerShard(_AroundBatchSampler):
 
     def __len__(self) -> int:
         """Number of batches of this rank."""
-        return self.length_from(0)
+        source = self.batch_sampler.sampler if self.counts_samples else self.batch_sampler
+        return self.plan.count(len(source))
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches of indices."""
@@ -262,21 +262,8 @@ class BatchSamplerShard(_AroundBatchSampler):
         """Set the epoch of the next iteration."""
         self.epoch = epoch
 
-    def length_from(self, position: int) -> int:
-        """Return the number of batches of this rank after a position.
-
-        Args:
-            position: Samples (or full batches, see `counts_samples`) that all ranks together have consumed.
-        """
-        source = self.batch_sampler.sampler if self.counts_samples else self.batch_sampler
-        return self.plan.count(max(0, len(source) - position))
-
     def remainder_from(self, position: int) -> int:
-        """Return the number of samples in the last round after a position: 0 if complete, -1 if unknown.
-
-        Args:
-            position: As for `length_from`.
-        """
+        """Return the number of samples in the last round after a position: 0 if complete, -1 if unknown."""
         if self.drop_last:
             return 0
         if not self.counts_samples or not isinstance(self.batch_sampler.sampler, Sized):
@@ -287,7 +274,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         """Yield this rank's batches after a position.
 
         Args:
-            position: As for `length_from`.
+            position: Samples (or full batches, see `counts_samples`) that all ranks together have consumed.
             order: The state that replays the order of the epoch; if `None`, a new order.
         """
         # Unsharded batches come directly from torch's iterator, without a call per batch.
@@ -305,8 +292,9 @@ class BatchSamplerShard(_AroundBatchSampler):
             self.order = order
             epoch = sampler.epoch if isinstance(sampler, SeedableRandomSampler) else 0
             deal = partial(self._deal, position)
-            batches = drawn(iterate_seeded(deal, order["seeds"]) if "seeds" in order else deal())
-        yield batches
+            batches = iterate_seeded(deal, order["seeds"]) if "seeds" in order else deal()
+            first = list(islice(batches, 1))  # an order drawn lazily is drawn now
+        yield chain(first, batches)
         if isinstance(sampler, SeedableRandomSampler):
             sampler.end_epoch(epoch)
 

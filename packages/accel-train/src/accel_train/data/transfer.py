@@ -58,8 +58,8 @@ class CopyStream:
         self._streams = streams
         self._stream = streams.new_stream()
 
-    def start_copy(self, batch: Any) -> PendingCopy:
-        """Start the copy of a batch."""
+    def start_copy(self, batch: Any) -> tuple[Any, torch.Event]:
+        """Start the copy of a batch; return the batch, and when it has arrived."""
         pinned = _pinned(batch)
         hidden = any(_hides_tensors(leaf) for _, leaf in walk(batch))
         stream = self._streams.current_stream() if hidden else self._stream
@@ -67,27 +67,20 @@ class CopyStream:
         with self._streams.on(stream):
             moved = send_to_device(pinned, self._streams.device, non_blocking=True)
             arrived.record(stream)
-        return PendingCopy(moved, arrived)
+        return moved, arrived
 
-    def finish_copy(self, pending: PendingCopy) -> Any:
+    def finish_copy(self, pending: tuple[Any, torch.Event]) -> Any:
         """Make the current stream wait for the batch; return the batch."""
+        batch, arrived = pending
         current = self._streams.current_stream()
-        current.wait_event(pending.arrived)
-        for _, leaf in walk(pending.batch):
+        current.wait_event(arrived)
+        for _, leaf in walk(batch):
             if isinstance(leaf, torch.Tensor):
                 if leaf.device == self._streams.device:
                     self._streams.record_stream(leaf, current)
             elif callable(record := getattr(leaf, "record_stream", None)):
                 record(current)
-        return pending.batch
-
-
-@dataclass(slots=True)
-class PendingCopy:
-    """A batch whose copy to the device is pending."""
-
-    batch: Any
-    arrived: torch.Event
+        return batch
 
 
 def _pinned(batch: Any) -> Any:
