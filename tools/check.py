@@ -276,7 +276,7 @@ def passed_through(command: tuple[str, ...], show: Show) -> tuple[int, Counter[s
     tests: Counter[str] = Counter()
     letters: queue.SimpleQueue[str] = queue.SimpleQueue()
     line = ""
-    with subprocess.Popen(
+    process = subprocess.Popen(
         command,
         cwd=ROOT,
         env=environment(),
@@ -285,16 +285,16 @@ def passed_through(command: tuple[str, ...], show: Show) -> tuple[int, Counter[s
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-    ) as process:
-        threading.Thread(target=read, args=(process.stdout, letters)).start()
-        while letter := letter_or_end(letters, process):
-            line += letter
-            if letter == "\n":
-                show(line)
-                tests.update(counted(line))
-                line = ""
+    )
+    threading.Thread(target=read, args=(process.stdout, letters), daemon=True).start()
+    while letter := letter_or_end(letters, process):
+        line += letter
+        if letter == "\n":
+            show(line)
+            tests.update(counted(line))
+            line = ""
     show(line)
-    return process.returncode, tests
+    return process.wait(), tests
 
 
 def read(output: Any, letters: queue.SimpleQueue[str]) -> None:
@@ -309,6 +309,8 @@ def letter_or_end(letters: queue.SimpleQueue[str], process: subprocess.Popen[str
         try:
             return letters.get(timeout=SILENCE)
         except queue.Empty:
+            if process.poll() is not None:  # what it has left behind keeps its output open
+                return ""
             own = psutil.Process(process.pid)
             for hanging in own.children(recursive=True) or [own]:  # pytest-xdist starts its workers again
                 with contextlib.suppress(psutil.NoSuchProcess):
