@@ -109,7 +109,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         # https://github.com/pytorch/pytorch/pull/75157
-        if not hasattr(powerSGD_hook._orthogonalize, "__wrapped__"):
+        is_batched = self.comm_hook is _Hook.BATCHED_POWER_SGD
+        if is_batched and not hasattr(powerSGD_hook._orthogonalize, "__wrapped__"):
             powerSGD_hook._orthogonalize = _orthogonalize_each(powerSGD_hook._orthogonalize)
         functions: dict[_Hook, Callable[..., Any]] = {
             _Hook.NO: default_hooks.allreduce_hook,

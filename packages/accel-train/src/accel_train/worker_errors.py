@@ -170,11 +170,12 @@ def die_with_parent(parent: int) -> None:
     elif sys.platform != "win32":
         threading.Thread(target=_kill_after, args=(os.getppid(),), name="accel-parent", daemon=True).start()
     if sys.platform != "win32":
-        with contextlib.suppress(PermissionError):  # another user's process is alive
-            try:
-                os.kill(parent, 0)
-            except ProcessLookupError:  # it died before the kernel was asked
-                os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            os.kill(parent, 0)
+        except ProcessLookupError:  # it died before the kernel was asked
+            os.kill(os.getpid(), signal.SIGKILL)
+        except PermissionError:  # it is another user's, and alive
+            pass
 
 
 def _kill_after(parent: int) -> None:

@@ -46,7 +46,7 @@ class AbstractTrainStep(ABC):
 
 
 class _TrainStep(AbstractTrainStep):
-    """A step with a loss over tokens; `_read` and `_arguments` are of a kind of model."""
+    """A step that reads batches of transformers, or of Megatron's indexed data sets."""
 
     indexed: tuple[str, ...]
     """Names of the inputs in batches of Megatron's indexed data sets."""
@@ -73,6 +73,16 @@ class _TrainStep(AbstractTrainStep):
         read = self._read_indexed if megatron_dataset_flag else self._read
         return own or (lambda data_iterator: read(next(data_iterator)))
 
+    @abstractmethod
+    def _read(self, batch: Mapping[str, Any]) -> tuple[Any, ...]: ...
+
+    def _read_indexed(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(batch[name] for name in self.indexed)
+
+
+class _TokenTrainStep(_TrainStep):
+    """A step with a loss over tokens; `_arguments` are of a kind of model."""
+
     def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
         """Return the plugin's function, or the mean loss of the tokens of a micro-batch."""
         own = accelerator.state.megatron_lm_plugin.custom_loss_function
@@ -92,17 +102,11 @@ class _TrainStep(AbstractTrainStep):
         return forward_step
 
     @abstractmethod
-    def _read(self, batch: Mapping[str, Any]) -> tuple[Any, ...]: ...
-
-    def _read_indexed(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(batch.get(name) for name in self.indexed)
-
     def _arguments(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], Tensor, Tensor]:
         """Return the model's inputs, its labels by name, the labels and the mask of the loss."""
-        raise NotImplementedError
 
 
-class GPTTrainStep(_TrainStep):
+class GPTTrainStep(_TokenTrainStep):
     """The train step of decoders: the loss of the next token.
 
     A batch has `input_ids`, and may have `labels` (as for transformers: not shifted, -100 is ignored by the
@@ -128,6 +132,9 @@ class GPTTrainStep(_TrainStep):
         by_engine = uses_transformer_engine(self.args.attention_backend)
         mask = causal_mask(batch.get("attention_mask"), padding_at_end=by_engine)
         return tokens, shifted.clamp(min=0), shifted != IGNORED, mask, position_ids
+
+    def _read_indexed(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        return super()._read_indexed({"attention_mask": None, **batch})
 
     def _arguments(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], Tensor, Tensor]:
         tokens, labels, loss_mask, attention_mask, position_ids = own_chunks(batch)
@@ -331,7 +338,7 @@ def _class_loss(
     return loss, (reduced | {"logits": logits.detach()} if return_logits else reduced)
 
 
-class T5TrainStep(_TrainStep):
+class T5TrainStep(_TokenTrainStep):
     """The train step of encoder-decoders: the loss of the decoder's tokens.
 
     A batch has `input_ids` and `labels` of transformers (-100 is ignored by the loss), and may have
