@@ -61,9 +61,8 @@ def gather(tensor: T) -> T:
     if _is_alone(run):
         return tensor
     leaves, messages, rows = _agree(run, "gather", tensor, rows_differ=True)
-    with torch.no_grad():
-        for paths in messages:
-            _gather(run.collectives, leaves, paths, rows)
+    for paths in messages:
+        _gather(run.collectives, leaves, paths, rows)
     return replace_leaves(tensor, iter(leaves.values()))
 
 
@@ -122,16 +121,15 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
         return tensor
     leaves, messages, _ = _agree(run, f"broadcast(from_process={from_process})", tensor)
     targets = dict(walk(tensor))
-    with torch.no_grad():
-        for paths in messages:
-            flat = _joined(leaves, paths)
-            ranks.broadcast(flat, from_process)
-            if ranks.rank == from_process:
-                continue
-            for path, part in _split(flat, leaves, paths):
-                target = targets[path].detach()
-                if target.device.type in WITHOUT_STORAGE or target.data_ptr() != part.data_ptr():
-                    target.copy_(part)
+    for paths in messages:
+        flat = _joined(leaves, paths)
+        ranks.broadcast(flat, from_process)
+        if ranks.rank == from_process:
+            continue
+        for path, part in _split(flat, leaves, paths):
+            target = targets[path]
+            if target.device.type in WITHOUT_STORAGE or target.data_ptr() != part.data_ptr():
+                target.detach().copy_(part)
     return tensor
 
 
@@ -211,18 +209,17 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
             )
     divisor = 1 if is_alone or reduction != "mean" else ranks.world_size
     is_scaled = reduction == "mean" or scale != 1.0
-    with torch.no_grad():
-        for paths in messages:
-            flat = _joined(leaves, paths)
-            total = _operand(flat) if is_scaled else flat
-            if total is flat and len(paths) == 1:
-                total = flat.clone()
-            if not is_alone:
-                ranks.all_reduce(total, op=op)
-            final = _scaled(total, flat.dtype, divisor, scale) if is_scaled else total
-            for path, part in _split(final, leaves, paths):
-                # In memory of its own: an in-place change of one result leaves the others alone.
-                leaves[path] = part if len(paths) == 1 else part.clone()
+    for paths in messages:
+        flat = _joined(leaves, paths)
+        total = _operand(flat) if is_scaled else flat
+        if total is flat and len(paths) == 1:
+            total = flat.clone()
+        if not is_alone:
+            ranks.all_reduce(total, op=op)
+        final = _scaled(total, flat.dtype, divisor, scale) if is_scaled else total
+        for path, part in _split(final, leaves, paths):
+            # In memory of its own: an in-place change of one result leaves the others alone.
+            leaves[path] = part if len(paths) == 1 else part.clone()
     return replace_leaves(tensor, iter(leaves.values()))
 
 
