@@ -8,7 +8,6 @@ from typing import Any, assert_type
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.align import align_module_device, has_offloaded_params
 from accel_bigmodel.device_map import (
     check_device_map,
     generate_device_map,
@@ -23,7 +22,9 @@ from accel_bigmodel.hooks import (
     ModelHook,
     UserCpuOffloadHook,
     add_hook_to_module,
+    align_module_device,
     attach_layerwise_casting_hooks,
+    has_offloaded_params,
     remove_hook_from_module,
     remove_hook_from_submodules,
 )

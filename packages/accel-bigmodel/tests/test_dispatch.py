@@ -30,7 +30,7 @@ from accel_bigmodel import (
     remove_hook_from_submodules,
     set_module_tensor_to_device,
 )
-from accel_bigmodel.align import align_hook_of
+from accel_bigmodel.hooks import align_hook_of
 from accel_ops.weights.tensors import find_tied_parameters
 from accel_ops.weights.write import save_state_dict
 from accel_state.errors import SettingsError

@@ -28,7 +28,7 @@ from accel_bigmodel import (
     remove_hook_from_submodules,
     set_module_tensor_to_device,
 )
-from accel_bigmodel.align import align_hooks_of
+from accel_bigmodel.hooks import align_hooks_of
 from accel_state.errors import CheckpointError
 
 

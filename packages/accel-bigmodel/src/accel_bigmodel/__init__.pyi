@@ -1,9 +1,3 @@
-from accel_bigmodel.align import AlignDevicesHook as AlignDevicesHook
-from accel_bigmodel.align import align_module_device as align_module_device
-from accel_bigmodel.align import attach_align_device_hook as attach_align_device_hook
-from accel_bigmodel.align import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
-from accel_bigmodel.align import attach_execution_device_hook as attach_execution_device_hook
-from accel_bigmodel.align import has_offloaded_params as has_offloaded_params
 from accel_bigmodel.device_map import check_device_map as check_device_map
 from accel_bigmodel.device_map import (
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
@@ -23,13 +17,19 @@ from accel_bigmodel.explanation import explain as explain
 from accel_bigmodel.hooks import (
     SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
 )
+from accel_bigmodel.hooks import AlignDevicesHook as AlignDevicesHook
 from accel_bigmodel.hooks import CpuOffload as CpuOffload
 from accel_bigmodel.hooks import LayerwiseCastingHook as LayerwiseCastingHook
 from accel_bigmodel.hooks import ModelHook as ModelHook
 from accel_bigmodel.hooks import SequentialHook as SequentialHook
 from accel_bigmodel.hooks import UserCpuOffloadHook as UserCpuOffloadHook
 from accel_bigmodel.hooks import add_hook_to_module as add_hook_to_module
+from accel_bigmodel.hooks import align_module_device as align_module_device
+from accel_bigmodel.hooks import attach_align_device_hook as attach_align_device_hook
+from accel_bigmodel.hooks import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+from accel_bigmodel.hooks import attach_execution_device_hook as attach_execution_device_hook
 from accel_bigmodel.hooks import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
+from accel_bigmodel.hooks import has_offloaded_params as has_offloaded_params
 from accel_bigmodel.hooks import remove_hook_from_module as remove_hook_from_module
 from accel_bigmodel.hooks import remove_hook_from_submodules as remove_hook_from_submodules
 from accel_bigmodel.load import LoadReport as LoadReport

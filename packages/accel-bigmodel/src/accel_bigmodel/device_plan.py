@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from accel_bigmodel.sizes import Layers
 
@@ -246,42 +245,3 @@ def assign_by_size(
                 result[index] = device
                 break
     return result
-
-
-T = TypeVar("T")
-
-
-def flatten_map(model: nn.Module, device_map: Mapping[str, T]) -> dict[str, T]:
-    """Replace entries that contain other entries by entries for the remaining modules and tensors.
-
-    Example:
-        >>> from torch import nn
-        >>> model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-        >>> flatten_map(model, {"": 0, "1.bias": "cpu"})
-        {'0': 0, '1.weight': 0, '1.bias': 'cpu'}
-    """
-    above: set[str] = set()
-    for name in device_map:
-        parent = name
-        while parent:
-            parent = parent.rpartition(".")[0]
-            above.add(parent)
-    return _flat_entries(model, "", None, device_map, above)
-
-
-def _flat_entries(
-    module: nn.Module, name: str, inherited: T | None, device_map: Mapping[str, T], above: set[str]
-) -> dict[str, T]:
-    target = device_map.get(name, inherited)
-    if name not in above:
-        return {} if target is None else {name: target}
-    flat: dict[str, T] = {}
-    prefix = f"{name}." if name else ""
-    for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-        device = device_map.get(prefix + leaf, target)
-        if device is not None and tensor is not None:
-            flat[prefix + leaf] = device
-    for leaf, child in module._modules.items():
-        if child is not None:
-            flat |= _flat_entries(child, prefix + leaf, target, device_map, above)
-    return flat

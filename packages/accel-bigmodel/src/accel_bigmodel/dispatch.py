@@ -12,14 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.align import AlignDevicesHook, attach_align_device_hook_on_blocks
-from accel_bigmodel.device_map import check_device_map, check_tied_parameters_on_same_device, known_entries
-from accel_bigmodel.device_plan import flatten_map
+from accel_bigmodel.device_map import (
+    check_device_map,
+    check_tied_parameters_on_same_device,
+    flatten_map,
+    known_entries,
+)
 from accel_bigmodel.hooks import (
+    AlignDevicesHook,
     CpuOffload,
     M,
     UserCpuOffloadHook,
     add_hook_to_module,
+    attach_align_device_hook_on_blocks,
     attach_layerwise_casting_hooks,
     default_device,
     hook_of,
@@ -44,7 +49,7 @@ from accel_state.device_kinds import PEER_ACCESS_DRIVER, check_cuda_p2p_ib_suppo
 from accel_state.errors import SettingsError, some_of
 
 if TYPE_CHECKING:
-    from accel_bigmodel.align import TiedMap
+    from accel_bigmodel.hooks import TiedMap
 
     Device = int | str | torch.device
 

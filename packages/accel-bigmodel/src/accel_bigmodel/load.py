@@ -33,7 +33,6 @@ from accel_bigmodel.placement import (
 )
 from accel_bigmodel.sources import Source, broadcast_sources, open_checkpoint
 from accel_ops.weights.layout import convert_bytes
-from accel_ops.weights.mapped import can_replace_mapped
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import (
     check_tied_parameters_in_config,
@@ -41,6 +40,7 @@ from accel_ops.weights.tensors import (
     retie_parameters,
 )
 from accel_state.errors import CheckpointMismatchError, SettingsError, UnsupportedError, some_of
+from accel_state.files import can_replace_mapped
 from accel_state.frozen import frozen
 
 if TYPE_CHECKING:

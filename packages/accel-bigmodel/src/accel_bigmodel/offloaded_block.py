@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.align import AlignDevicesHook, OffloadedTensor, align_hooks_of
+from accel_bigmodel.hooks import AlignDevicesHook, OffloadedTensor, align_hooks_of
 from accel_bigmodel.host_to_device import HostToDevice, available_host_memory
 from accel_bigmodel.offload import OffloadedWeightsLoader, StoredTensor
 from accel_bigmodel.sizes import CONTAINERS

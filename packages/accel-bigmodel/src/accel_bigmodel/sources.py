@@ -20,12 +20,11 @@ from accel_ops.weights.layout import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
 )
-from accel_ops.weights.mapped import can_replace_mapped
 from accel_ops.weights.read import find_checkpoint_files, load_bin
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state import runtime
 from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError, some_of
-from accel_state.files import any_path
+from accel_state.files import any_path, can_replace_mapped
 from accel_state.remote import AnyPath, RemotePath
 from accel_state.streams import device_streams
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.align import OffloadedTensor, slot_of
+from accel_bigmodel.hooks import OffloadedTensor, slot_of
 from accel_bigmodel.placement import owner_of
 from accel_ops.weights.tensors import find_tied_parameters
 from accel_state.errors import CheckpointError, first_line, some_of

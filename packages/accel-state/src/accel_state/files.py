@@ -111,6 +111,11 @@ def local_path(path: str | os.PathLike[str], argument: str) -> Path:
     return Path(path).expanduser()
 
 
+def can_replace_mapped() -> bool:
+    """Return whether a mapped file can be replaced and deleted: on Windows it cannot, and is read instead."""
+    return sys.platform != "win32"
+
+
 @functools.cache
 def libc() -> ctypes.CDLL | None:
     """Return the C library; `None` on systems other than Linux."""

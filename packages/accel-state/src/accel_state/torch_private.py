@@ -8,12 +8,11 @@ All names exist in torch 2.15.0. The files are below https://github.com/pytorch/
 
 from __future__ import annotations
 
-import functools
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch._guards import active_fake_mode as active_fake_mode
@@ -26,8 +25,6 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_structure as tree_structure
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils.data._utils.pin_memory import pin_memory as pin_memory  # pins nested data as DataLoader does
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 NAMES = {
     # Muon's update and learning rate of a matrix; the class does not support DTensors.
@@ -75,17 +72,3 @@ def ring_attention_module() -> Any:
 def process_groups() -> Mapping[Any, Any]:
     """Return all existing process groups (torch/distributed/distributed_c10d.py)."""
     return torch.distributed.distributed_c10d._world.pg_map
-
-
-def run_uncompiled(function: F) -> F:
-    """Exclude a function and its callees from compilation.
-
-    `torch.compiler.disable` does the same, but imports the compiler, which takes seconds.
-    """
-    uncompiled = torch._disable_dynamo(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (uncompiled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
-
-    return cast("F", call)

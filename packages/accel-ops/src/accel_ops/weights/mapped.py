@@ -1,4 +1,4 @@
-"""Mapped files: whether they can be replaced, and how their pages are released after copying tensors.
+"""Release the pages of mapped files after copying their tensors.
 
 The pages of a mapping count as memory of the process once they were read. Code that copies mapped tensors
 releases each tensor after its copy, so that a load needs little more than the memory that it fills.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
@@ -18,11 +17,6 @@ from accel_state.files import libc
 
 _mapped: dict[int, int] = {}  # address to bytes of the storages that `releasable` keeps alive
 _DONT_NEED = 4  # MADV_DONTNEED in sys/mman.h
-
-
-def can_replace_mapped() -> bool:
-    """Return whether a mapped file can be replaced and deleted: on Windows it cannot, and is read instead."""
-    return sys.platform != "win32"
 
 
 @contextmanager

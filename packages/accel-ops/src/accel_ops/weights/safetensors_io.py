@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accel_ops.weights.mapped import can_replace_mapped
 from accel_ops.weights.tensors import is_dense, tensor_memory
 from accel_state.errors import CheckpointError, first_line, some_of
+from accel_state.files import can_replace_mapped
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemoteFile, RemotePath
 

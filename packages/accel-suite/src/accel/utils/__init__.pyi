@@ -6,14 +6,14 @@ from accel.utils import (
     operations as operations, other as other, random as random, torch_xla as torch_xla,
     transformer_engine as transformer_engine, versions as versions,
 )
-from accel_bigmodel.align import (
-    align_module_device as align_module_device, has_offloaded_params as has_offloaded_params,
-)
 from accel_bigmodel.device_map import (
     check_device_map as check_device_map,
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
     get_balanced_memory as get_balanced_memory, get_max_memory as get_max_memory,
     infer_auto_device_map as infer_auto_device_map,
+)
+from accel_bigmodel.hooks import (
+    align_module_device as align_module_device, has_offloaded_params as has_offloaded_params,
 )
 from accel_bigmodel.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_bigmodel.offload import (

@@ -1,7 +1,4 @@
 # fmt: off
-from accel_bigmodel.align import (
-    align_module_device as align_module_device, has_offloaded_params as has_offloaded_params,
-)
 from accel_bigmodel.device_map import (
     check_device_map as check_device_map,
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
@@ -9,6 +6,9 @@ from accel_bigmodel.device_map import (
     infer_auto_device_map as infer_auto_device_map,
 )
 from accel_bigmodel.device_plan import clean_device_map as clean_device_map
+from accel_bigmodel.hooks import (
+    align_module_device as align_module_device, has_offloaded_params as has_offloaded_params,
+)
 from accel_bigmodel.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_bigmodel.offload import load_offloaded_weights as load_offloaded_weights
 from accel_bigmodel.placement import set_module_tensor_to_device as set_module_tensor_to_device
