@@ -224,8 +224,6 @@ def test_the_command_leaves_out_what_has_an_optimizer_of_its_own(described, caps
     assert "training with Muon on 2 device(s)" in shown
     assert "FSDP2" in shown
     assert "ZeRO" not in shown
-    assert main([*line, "--megatron_lm_tp_degree", "2"]) != 0
-    assert "'muon': Megatron uses its own Adam" in capsys.readouterr().err
 
 
 def test_sizes_that_do_not_make_the_devices_are_refused(described, capsys):

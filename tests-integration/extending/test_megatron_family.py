@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from accel_inspect.estimate.megatron import stage_elements
+from accel_plugins.megatron.checks import check_model
 from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_state.errors import SettingsError, UnsupportedError
@@ -80,10 +80,9 @@ def test_an_installed_family_is_found_counted_and_named(tmp_path):
     with installed(install(tmp_path)):
         model = make_model()
         assert find_family(model).architectures == ("Qwen2ForCausalLM",)
-        assert sum(stage_elements(model, 1, 2)) == sum(parameter.numel() for parameter in model.parameters())
         with pytest.raises(SettingsError, match=r"'unknown' cannot be trained.*'qwen2', 'bert', 'gpt2'"):
             find_family("unknown")
         with pytest.raises(UnsupportedError, match="use_sliding_window=True"):
-            stage_elements(make_model(use_sliding_window=True), 1, 1)
+            check_model(MegatronLMPlugin(), make_model(use_sliding_window=True))
     with pytest.raises(SettingsError, match=r"'qwen2' cannot be trained .* ModelFamily"):
         find_family(make_model())

@@ -432,19 +432,6 @@ DEFECTS = {
             "step": lines("scheduler.step()", "accelerator.save_state('saved')", indent=12),
         },
     ),
-    "a rank that is slower": Program(
-        name="rank-slower",
-        parts={"before": "import time; time.sleep(0.2 * rank)"},
-    ),
-    "gradients averaged in every micro-batch": Program(
-        name="reduced-too-often",
-        parts={
-            "epoch": "count = 0",
-            "prepare": lines(PARTS["prepare"], "real = optimizer.step"),
-            "before": lines("count += 1", "optimizer.step = real if count % 2 else lambda: None", indent=12),
-        },
-    ),
-    "loss.item() in every micro-batch": Program(name="host-waits", parts={"clip": "total = loss.item()"}),
     "state that is not saved": Program(
         name="resume-other-numbers",
         parts={

@@ -1,9 +1,8 @@
-"""Megatron with the user's own functions, in float16, beside itself, and in the memory that is estimated."""
+"""Megatron with the user's own functions, in float16, and beside itself."""
 
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 
 import pytest
@@ -18,8 +17,6 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from accel_cli.main import main
-from accel_inspect.estimate.megatron import stage_elements
 from accel_ops.modules import extract_model_from_parallel
 from accel_plugins.megatron.arguments import add_model_config_to_megatron_parser
 from accel_plugins.megatron.data import MegatronLMDummyScheduler
@@ -42,10 +39,6 @@ SIZES = {"n_embd": 16, "n_layer": 4, "n_head": 4, "vocab_size": TOKENS, "n_posit
 def make_gpt2(**options):
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(**SIZES | options, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0))
-
-
-def make_wider_gpt2():
-    return make_gpt2(vocab_size=TOKENS + 1)  # which two ranks cannot split evenly
 
 
 class Unknown(GPT2LMHeadModel):
@@ -300,61 +293,6 @@ def test_padding_before_tokens_is_refused_where_the_mask_of_the_future_is_the_on
     assert causal_mask(right) is not None
     with pytest.raises(UnsupportedError, match="pad on the right"):
         causal_mask(left, padding_at_end=True)
-
-
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (make_llama, {"tp_degree": 2}),
-        (make_wider_gpt2, {"pp_degree": 2, "num_micro_batches": 2}),
-        (make_llama, {"use_distributed_optimizer": True}),
-        (make_llama, {"use_distributed_optimizer": True, "context_parallel_size": 2}),
-    ],
-    ids=["tensor", "pipeline", "distributed optimizer", "context"],
-)
-@distributed(world_size=2)
-def test_a_rank_holds_as_many_elements_as_are_estimated(make, options):
-    with cuda_answered_by_cpu():
-        plugin = MegatronLMPlugin(**options)
-        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
-        model = make()
-        estimated = stage_elements(model, plugin.tp_degree, plugin.pp_degree, plugin.context_parallel_size)
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        rows = torch.zeros(plugin.num_micro_batches, LENGTH, dtype=torch.long)
-        accelerator.backward(model(input_ids=rows).loss)
-        optimizer.step()
-        own = estimated[model.groups.pipeline_rank]
-        assert sum(parameter.numel() for parameter in model.parameters()) == own
-        gradients = sum(parameter.main_grad.numel() for parameter in model.parameters())
-        state = sum(
-            value.numel()
-            for part in model.optimizer.chained_optimizers
-            for entry in part.optimizer.state.values()
-            for name, value in entry.items()
-            if name != "step"
-        )
-    assert gradients == own
-    replicas = 2 if plugin.use_distributed_optimizer else 1
-    assert state == pytest.approx(2 * own / replicas, rel=0.05)  # slices are rounded to whole cache lines
-    accelerator.free_memory()
-
-
-@pytest.mark.parametrize("context", [pytest.param("1", marks=pytest.mark.thorough), "2"])
-def test_estimate_memory_has_rows_of_megatron_for_the_stage_that_has_most(context, tmp_path, capsys):
-    config = make_gpt2().config
-    config.architectures = ["GPT2LMHeadModel"]
-    config.save_pretrained(tmp_path)
-    line = ["estimate-memory", str(tmp_path), "--num_devices", "8", "--mixed_precision", "no", "--json"]
-    sizes = ["--megatron_lm_tp_degree", "2", "--megatron_lm_pp_degree", "2"]
-    sizes += ["--megatron_lm_context_parallel_size", context]
-    assert main([*line, *sizes]) == 0
-    rows = json.loads(capsys.readouterr().out)["training"]
-    most = max(stage_elements(make_gpt2(), 2, 2))
-    for name, replicas in (("Megatron", 1), ("Megatron, distributed optimizer", 2)):
-        parts = rows[name]["parts"]
-        assert parts["parameters"] == 4 * most
-        assert parts["gradients"] == 4 * most
-        assert parts["optimizer"] == 8 * most / replicas
 
 
 @distributed(world_size=2)

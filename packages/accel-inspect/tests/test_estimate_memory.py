@@ -13,12 +13,8 @@ from accel_inspect.estimate.memory import (
     MemoryPeak,
     ModelSizes,
     TrainingSetup,
-    candidates,
-    config_of,
-    devices_needed,
     estimate,
     fits,
-    suggest,
 )
 
 GB = 10**9
@@ -111,64 +107,8 @@ def test_offloading_takes_less_of_the_device_and_something_of_the_host(setup):
         assert offloaded.host > 0
 
 
-@given(setups(), st.integers(10**6, 10**12))
-def test_a_suggestion_fits_and_nothing_faster_does(setup, memory):
-    moments = tuple(replace(moment, activations=moment.activations // 4) for moment in setup.moments)
-    checkpointed = replace(setup, moments=moments)
-    suggestion = suggest(setup, checkpointed, memory)
-    order = candidates(setup.devices)
-    position = len(order)
-    if suggestion is not None:
-        position = order.index((suggestion.estimate.strategy, suggestion.checkpointing))
-        assert fits(suggestion.estimate, memory)
-        assert suggestion.config["num_processes"] == setup.devices
-    for strategy, checkpointing in order[:position]:
-        assert not fits(estimate(strategy, checkpointed if checkpointing else setup), memory, None, 8)
-
-
-@given(setups(), st.integers(10**6, 10**12))
-def test_the_number_of_devices_that_is_named_is_the_smallest_power_of_two(setup, memory):
-    needed = devices_needed(setup, memory)
-    if needed is None:
-        assert not fits(estimate("FSDP2", replace(setup, devices=65536)), memory)
-        return
-    assert fits(estimate("FSDP2", replace(setup, devices=needed)), memory)
-    if needed > 1:
-        assert not fits(estimate("FSDP2", replace(setup, devices=needed // 2)), memory)
-
-
 def test_what_is_offloaded_has_to_fit_into_the_host_that_several_devices_share():
     offloaded = Estimate(strategy="FSDP2, offloaded", parts={"working": 10}, host=100)
     assert fits(offloaded, 100)
     assert fits(offloaded, 100, int(800 / HEADROOM) + 1, 8)
     assert not fits(offloaded, 100, 800, 8)
-
-
-def test_a_suggested_config_has_the_documented_keys():
-    config = config_of(
-        "FSDP2, offloaded", TrainingSetup(sizes=BILLION, devices=8, width=2), checkpointing=True
-    )
-    assert config == {
-        "distributed_type": "FSDP",
-        "mixed_precision": "bf16",
-        "num_processes": 8,
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": True,
-            "fsdp_offload_params": True,
-            "fsdp_activation_checkpointing": True,
-        },
-    }
-
-
-def test_ranks_of_megatron_that_share_sequences_have_a_part_of_the_activations_each():
-    """And the same weights; the distributed optimizer shards its state over them, too."""
-    setup = TrainingSetup(
-        sizes=BILLION, devices=8, moments=(MemoryPeak(activations=80 * GB),), tensor=2, at_once=False
-    )
-    shared = replace(setup, context=4)
-    for name in ("Megatron", "Megatron, distributed optimizer"):
-        alone, of_shared = estimate(name, setup).parts, estimate(name, shared).parts
-        assert (alone.pop("working"), of_shared.pop("working")) == (40 * GB, 10 * GB)
-        assert of_shared == alone

@@ -43,7 +43,7 @@ def estimate() -> Parser:
     _switch(model, "--trust_remote_code", text="run custom code of a model from the hub")
     training = made.add_argument_group("training")
     _number(training, "--num_devices", "number of devices (default: 1)")
-    text = "memory of each device, such as 80GiB; suggests a config that fits"
+    text = "memory of each device, such as 80GiB; shows which strategies fit"
     training.add_argument("--memory", type=size, metavar="SIZE", help=text)
     text = "host memory of each node, for offloading"
     training.add_argument("--host_memory", type=size, metavar="SIZE", help=text)
@@ -51,13 +51,12 @@ def estimate() -> Parser:
     precisions = ("no", "fp16", "bf16", "fp8")
     text = "precision of the passes (fp8 stores the same tensors as bf16) (default: %(default)s)"
     training.add_argument("--mixed_precision", choices=precisions, default="bf16", help=text)
-    text = "optimizer of the script; DeepSpeed and Megatron have their own (default: %(default)s)"
+    text = "optimizer of the script; DeepSpeed has its own (default: %(default)s)"
     training.add_argument("--optimizer", choices=("adam", "muon", "host_adamw"), default="adam", help=text)
     _number(training, "--batch_size", "samples per device and micro-batch; includes activations")
     _number(training, "--sequence_length", "tokens", 512)
-    sizes = {"tp_degree": "tensor", "pp_degree": "pipeline", "context_parallel_size": "context"}
-    for flag, what in sizes.items():
-        _number(training, f"--megatron_lm_{flag}", f"{what}-parallel size; adds rows for Megatron")
+    for flag in ("tp_degree", "pp_degree", "context_parallel_size"):
+        _number(training, f"--megatron_lm_{flag}", "refused: the memory of Megatron is not estimated")
     for axis in AXIS_NAMES:
         text = f"size of the axis {axis}; adds a row for the combination of axes"
         _number(training, f"--parallelism_config_{axis}_size", text)

@@ -78,7 +78,7 @@ def find_problems(records: Sequence[RankRecord], merged: Merged, world: int, mem
     problems += [*differences(records), *transfer_problems(records), *data_problems(records)]
     problems += [
         f"rank {record.rank} needs {convert_bytes(record.memory.device)} of {convert_bytes(memory)}:"
-        " `accel estimate-memory` suggests what fits."
+        " `accel estimate-memory` shows what fits."
         for record in records
         if memory is not None and record.memory is not None and not fits(record.memory, memory)
     ]
@@ -136,6 +136,7 @@ def _report(
         *(["", Table(title=title, head=head, rows=written)] if written else []),
         "",
         *map(_FP8.format, fp8),
+        *([_NO_MEMORY] if any(record.memory is None for record in records) else []),
         *(problems or [_NO_PROBLEM]),
     ]
 
@@ -153,6 +154,7 @@ def _list(ranks: Iterable[int]) -> str:
 
 
 _FP8 = "FP8 with {}: matrices are multiplied in 8 bits. Stored tensors take the same memory as with bf16."
+_NO_MEMORY = "Memory is known once a model is prepared. That of Megatron is not estimated."
 _NO_PROBLEM = (
     "No problem was found. Values were made up (numbers are one, masks select all), so branches "
     "that depend on values may differ in a real run."

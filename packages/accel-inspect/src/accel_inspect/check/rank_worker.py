@@ -37,7 +37,7 @@ def main(task: RankTask) -> RankRecord:
 
 def _memory_of(recorder: CollectiveRecorder, world: int) -> Estimate | None:
     tracker = recorder.tracker
-    if not recorder.models:
+    if not recorder.models or not (recorder.is_sharded or recorder.counted_as):
         return None
     if recorder.is_sharded:
         parts = tracker.parts

@@ -65,7 +65,8 @@ class RankRecord:
     """The record of one rank.
 
     Args:
-        memory: As tracked, or an estimate if its strategy's code did not run; None without a model.
+        memory: As tracked, or an estimate if its strategy's code did not run; None without a model, and under
+            Megatron.
         fp8: The title of the library that multiplies matrices in 8 bits; empty if none does.
         loaders: Its prepared loaders, in order.
         stopped: Why and where the script stopped early; empty if it completed.

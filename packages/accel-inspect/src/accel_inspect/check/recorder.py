@@ -38,7 +38,7 @@ class CollectiveRecorder:
     Args:
         models: The prepared models.
         strategy: The name of the strategy, with its axes.
-        counted_as: The name of its estimate, if its own code does not run.
+        counted_as: The name of its estimate, if its own code does not run; empty if there is none.
         setup: What the estimate needs to know of it.
         is_sharded: Whether models are sharded as in training, so that their tracked memory is the rank's.
         is_offloaded: Whether parameters, gradients and optimizer states are on the host.

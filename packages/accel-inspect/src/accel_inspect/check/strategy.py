@@ -19,8 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.lr_scheduler import LambdaLR
 
 from accel_inspect.check.recorder import CollectiveRecorder, nbytes_of
-from accel_inspect.estimate.megatron import stage_elements
-from accel_inspect.estimate.memory import ADAM, MASTER, MEGATRON, Buckets
+from accel_inspect.estimate.memory import ADAM, MASTER, Buckets
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
@@ -284,30 +283,22 @@ class FakeDeepSpeed(FakeStrategy):
 
 
 class FakeMegatron(FakeStrategy):
-    """Fake of Megatron's engine with its checks: models stay unsharded."""
+    """Fake of Megatron's engine with its checks: models stay unsharded, and their memory is not estimated."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         topology, self.plugin = self.runtime.topology, self.handler(MegatronLMPlugin)
         self.plugin.set_mixed_precision(AcceleratorState().mixed_precision)
-        self.groups = groups = groups_of(self.plugin, topology.world_size, topology.rank)
+        groups = groups_of(self.plugin, topology.world_size, topology.rank)
         self.sharding = batch_sharding(self.plugin, groups)
-        sizes = {"tensor": groups.tensor, "pipeline": groups.pipeline, "context": groups.context}
-        self.recorder.setup.update(sizes)
-        self.recorder.counted_as = MEGATRON[bool(self.plugin.use_distributed_optimizer)]
+        self.recorder.counted_as = ""
 
     def check(self, bundle: Bundle) -> None:
         megatron.check_request(self.plugin, bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         del evaluation
-        plugin, groups = self.plugin, self.groups
-        if plugin.custom_model_provider_function is None:
-            for model in bundle.models:
-                last = plugin.decoder_last_pipeline_num_layers
-                stages = stage_elements(model, groups.tensor, groups.pipeline, last=last)
-                self.recorder.setup["on_rank"] = stages[groups.pipeline_rank]
-        loaders = [with_all_micro_batches(loader, plugin) for loader in bundle.dataloaders]
+        loaders = [with_all_micro_batches(loader, self.plugin) for loader in bundle.dataloaders]
         return _with_real_schedulers(replace(bundle, dataloaders=loaders), MegatronLMDummyScheduler)
 
 

@@ -58,11 +58,6 @@ CAUSES: Mapping[str, str] = {
     "accelerator.clip_grad_norm_, which divides by it first.",
     "clip-within-window": "Incomplete gradients are clipped. Clip only if accelerator.sync_gradients is "
     "true.",
-    "rank-slower": "The other ranks wait for it in every step. Its work is unequal, or its machine is busy.",
-    "reduced-too-often": "The script counts micro-batches itself. With accelerator.accumulate(), only the "
-    "last one of a step communicates.",
-    "host-waits": "The device idles meanwhile, and the value covers only this rank. Sum the tensors, and "
-    "gather them occasionally.",
     "resume-other-samples": "The position in the epoch is not restored. Pass "
     "DataLoaderConfiguration(resume_mid_epoch=True), or call skip_first_batches.",
     "resume-other-rate": "The schedule is not saved. Pass it to prepare() or register_for_checkpointing.",
@@ -71,9 +66,7 @@ CAUSES: Mapping[str, str] = {
 }
 """Every diagnosis by its name; `accel-suite/docs/guides/commands.md` has a page for each."""
 
-NOTES = frozenset(
-    ("one-process-stopped", "numbers-not-compared", "rank-slower", "reduced-too-often", "host-waits")
-)
+NOTES = frozenset(("one-process-stopped", "numbers-not-compared"))
 """The diagnoses that are no difference between the ranks and one process."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from accel_cli.output import show, working
 from accel_inspect.doctor.causes import Diagnosis
 from accel_inspect.doctor.compare import compare
-from accel_inspect.doctor.record import ONE, PLAIN, RANKS, RESCALED, RESUMED, Records, RunRecord
+from accel_inspect.doctor.record import ONE, PLAIN, RANKS, RESUMED, Records, RunRecord
 from accel_inspect.trial import RankTask, environ_on_cpu, run_ranks, settings_of
 from accel_state.settings import worker_environ
 from accel_state.topology import free_port
@@ -48,7 +48,7 @@ def run_all(options: Namespace, world: int, folder: str, variables: Mapping[str,
     port = free_port()
     runs = {RANKS: world, ONE: 1, PLAIN: 1}
     if not options.no_resume:
-        runs |= {RESUMED: world, RESCALED: 1}
+        runs[RESUMED] = world
     late = f"it has not ended: it was stopped after {options.timeout} s (--timeout), or after another rank"
     records: dict[str, list[RunRecord]] = {}
     for run, size in runs.items():

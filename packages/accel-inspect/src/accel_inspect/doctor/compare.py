@@ -14,7 +14,6 @@ from accel_inspect.doctor.record import (
     ONE,
     PLAIN,
     RANKS,
-    RESCALED,
     RESUMED,
     Digest,
     LoaderPass,
@@ -30,7 +29,6 @@ TOLERANCES = {"float64": 1e-9, "float32": 5e-4, "float16": 2e-2, "bfloat16": 5e-
 _MIXED = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8"}
 _NOISE = 1e-5  # norm of a gradient, relative to that of all, below which it is rounding
 _GROWTH = 5  # of the rounding of gradients with each step: the weights before it are rounded, too
-_SLOW, _SLOW_SECONDS = 2.0, 0.05  # how much longer than the fastest rank a straggler takes
 FLOOR = 0.1
 """Part of the norm of all gradients; a ReLU that rounds to the other side changes small gradients most."""
 
@@ -43,10 +41,6 @@ def compare(records: Records) -> list[Diagnosis]:
     for name, check in CHECKS.items():
         if has_stopped and name not in {"data", "clocks"}:
             continue
-        if name == "resume" and (
-            first.differs_by or random_numbers(records) or any(map(_is_not_equal, diagnoses))
-        ):
-            records = {run: of_run for run, of_run in records.items() if run != RESCALED}
         found = [
             Diagnosis(kind, text, where, name)
             for (of_check, kind, where), text in first.found.items()
@@ -80,7 +74,7 @@ def _equal(name: str, records: Records) -> str:
     if name == "clocks" and first.steps:
         return f"{len(first.steps)} optimizer steps and their learning rates"
     if name == "resume" and RESUMED in records:
-        return "the steps after a checkpoint, on as many ranks and on one process"
+        return "the steps after a checkpoint"
     return ""
 
 
@@ -92,8 +86,7 @@ def _one(records: Records, run: str = ONE) -> RunRecord | None:
 _TITLES = {
     ONE: "on one process with the batches of all ranks",
     PLAIN: "on one process",
-    RESUMED: "resumed on the same number of ranks",
-    RESCALED: "resumed on one process",
+    RESUMED: "resumed",
 }
 
 
@@ -108,7 +101,7 @@ def stops(records: Records) -> Iterator[Diagnosis]:
             yield Diagnosis(name, f"rank {first.rank}: {first.stopped}", check="run")
         elif run in {ONE, PLAIN}:
             yield Diagnosis("one-process-stopped", f"{_TITLES[run]}: {first.stopped}", check="run")
-        elif RANKS not in failed and (run == RESUMED or ONE not in failed):
+        elif RANKS not in failed:
             yield Diagnosis("resume-stopped", f"{_TITLES[run]}: {first.stopped}", check="run")
 
 
@@ -517,32 +510,16 @@ def _samples_of(ranks: Sequence[RunRecord], start: int, stop: int) -> list[Any]:
     ]
 
 
-# 4. Waiting.
-
-
-def waiting(records: Records) -> Iterator[Diagnosis]:
-    """Find a rank that takes longer before its backward passes, so that the others wait for it."""
-    pauses = [sorted(record.pauses[1:]) for record in records[RANKS]]
-    if len(pauses) < 2 or not all(pauses):
-        return
-    medians = [of_rank[len(of_rank) // 2] for of_rank in pauses]
-    slowest, fastest = max(medians), min(medians)
-    if slowest > max(_SLOW * fastest, fastest + _SLOW_SECONDS):
-        text = f"rank {medians.index(slowest)} takes {slowest:.2f} s for data and forward pass"
-        yield Diagnosis("rank-slower", f"{text}, the fastest rank {fastest:.2f} s")
-
-
-# 5. Resume.
+# 4. Resume.
 
 
 def resume(records: Records) -> Iterator[Diagnosis]:
-    """Compare resumed runs with the undisturbed one, from the step after the checkpoint on."""
-    for run in (RESUMED, RESCALED):
-        again = records.get(run, ())
-        if again and records[RANKS][0].steps and not any(record.stopped for record in again):
-            difference = _compare_resumed(records, by_shard(again) if run == RESUMED else again)
-            if difference is not None:
-                yield Diagnosis(difference[0], f"{_TITLES[run]}, {difference[1]}")
+    """Compare the resumed run with the undisturbed one, from the step after the checkpoint on."""
+    again = records.get(RESUMED, ())
+    if again and records[RANKS][0].steps and not any(record.stopped for record in again):
+        difference = _compare_resumed(records, by_shard(again))
+        if difference is not None:
+            yield Diagnosis(*difference)
 
 
 def _compare_resumed(records: Records, again: Sequence[RunRecord]) -> tuple[str, str] | None:
@@ -571,7 +548,6 @@ CHECKS: Mapping[str, Callable[[Records], Iterable[Diagnosis]]] = {
     "gathered": lambda _: (),  # each process finds it by itself
     "numbers": numbers,
     "clocks": clocks,
-    "waiting": waiting,
     "resume": resume,
 }
 """The comparisons by name."""

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from accel_inspect.check.outputs import RedirectedFiles, keep_outputs, redirect, unchanged
-from accel_inspect.doctor.record import ONE, PLAIN, RESCALED, RunRecord
+from accel_inspect.doctor.record import ONE, PLAIN, RunRecord
 from accel_inspect.doctor.recorder import TrainingRecorder
 from accel_inspect.trial import RankTask, replace_names, run_script
 from accel_train import Accelerator, observing
@@ -32,7 +32,7 @@ _SEED = 0
 def main(task: RankTask) -> RunRecord:
     """Run the script in one process, and return its record."""
     observing.observer = recorder = TrainingRecorder(task)
-    if task.run in {ONE, PLAIN, RESCALED}:  # whatever the script and the settings ask for
+    if task.run in {ONE, PLAIN}:  # whatever the script and the settings ask for
         replace_names(
             "accel_train.accelerator.build", choose=lambda *_: "single", select_strategy=lambda *_: None
         )
@@ -124,22 +124,17 @@ def _record_accelerators(recorder: TrainingRecorder) -> None:
 
 
 def _record_torch(recorder: TrainingRecorder) -> None:
-    """Record steps of all optimizers, clipping, and values that the host waits for."""
-    clip, item = torch.nn.utils.clip_grad_norm_, Tensor.item
+    """Record steps of all optimizers, and clipping."""
+    clip = torch.nn.utils.clip_grad_norm_
 
     @functools.wraps(clip)
     def clip_recorded(*args: Any, **kwargs: Any) -> Any:
         recorder.record_clipping()
         return clip(*args, **kwargs)
 
-    def item_recorded(self: Tensor) -> Any:
-        recorder.record_wait(sys._getframe(1).f_code.co_filename)
-        return item(self)
-
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
     replace_names("torch.nn.utils", clip_grad_norm_=clip_recorded)
-    replace_names("torch.Tensor", item=item_recorded)
 
 
 def _redirect_weights(files: RedirectedFiles) -> None:

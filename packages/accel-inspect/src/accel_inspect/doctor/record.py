@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from accel_state.frozen import frozen
 
-RANKS, ONE, PLAIN, RESUMED, RESCALED = "ranks", "one", "plain", "resumed", "rescaled"
+RANKS, ONE, PLAIN, RESUMED = "ranks", "one", "plain", "resumed"
 """The runs: on the ranks; on one process with their global batches; on one process as the script is; on the
-ranks from a checkpoint of the first run; from that checkpoint on one process, with the global batches."""
+ranks from a checkpoint of the first run."""
 
 
 @frozen
@@ -105,7 +105,6 @@ class RunRecord:
         tied: Names of parameters that are one.
         schedules: Whether schedules were prepared, by the name of their class.
         found: What one process finds by itself: texts by check, name of the diagnosis, and file and line.
-        pauses: Seconds before each backward pass, since the pass or step before: no collective is in them.
         draws: File and line of a backward pass before which the script has drawn random numbers, if it has.
         differs_by: What makes numbers of ranks other ones by design, such as LocalSGD; empty if nothing does.
         losses: Whether only losses can be compared: the strategy keeps gradients in its own layout.
@@ -129,7 +128,6 @@ class RunRecord:
     tied: tuple[tuple[str, ...], ...] = ()
     schedules: dict[str, bool] = field(default_factory=dict[str, bool])
     found: dict[tuple[str, str, str], str] = field(default_factory=dict[tuple[str, str, str], str])
-    pauses: list[float] = field(default_factory=list[float])
     draws: str = ""
     differs_by: str = ""
     losses: bool = False

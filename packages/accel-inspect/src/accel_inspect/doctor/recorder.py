@@ -9,7 +9,6 @@ import math
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
@@ -29,7 +27,6 @@ from accel_inspect.doctor.record import (
     ONE,
     PLAIN,
     RANKS,
-    RESCALED,
     RESUMED,
     Backward,
     Digest,
@@ -83,12 +80,11 @@ class TrainingRecorder(Observer):
     def __init__(self, task: RankTask) -> None:
         self.task = task
         self.record = RunRecord(run=task.run, rank=task.rank)
-        self.joins = task.run in {ONE, RESCALED}
-        self.resumes = task.run in {RESUMED, RESCALED}
+        self.joins = task.run == ONE
+        self.resumes = task.run == RESUMED
         self.is_reading = self.is_paused = self.has_saved = False
         self.accelerator: Any = None
         self._save_state, self._load_state = Accelerator.save_state, Accelerator.load_state
-        self._script = Path(task.script).absolute()  # before it changes the directory
         # What the other runs have to know of the run on the ranks.
         folder = Path(task.folder)
         self._num_shards, self._checkpoint = folder / "shards", str(folder / "checkpoint")
@@ -101,10 +97,8 @@ class TrainingRecorder(Observer):
         self._plans: dict[int, tuple[tuple[tuple[int, ...], ...], list[list[int]]]] = {}
         self._per_round: dict[int, int] = {}
         self._open_passes = 0
-        self._reduces: list[bool] = []  # whether gradients are averaged in each backward pass
-        self._waits: Counter[str] = Counter()
         self._random: tuple[str, ...] = ()  # states of generators before the script draws from them
-        self._started = self._idle_since = time.perf_counter()
+        self._started = time.perf_counter()
 
     @property
     def limit(self) -> int:
@@ -124,16 +118,6 @@ class TrainingRecorder(Observer):
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(name)
         record.tied = tuple(sorted(tuple(same) for same in names.values() if len(same) > 1))
-        for where, count in self._waits.items():
-            if count >= len(record.backwards):
-                text = f"item() waits for the device {count} times in {len(record.backwards)} micro-batches"
-                self.found("waiting", "host-waits", text, where)
-        if record.steps:
-            steps = len({step.backwards for step in record.steps})
-            reduced = sum(self._reduces[: record.steps[-1].backwards])
-            if reduced > steps:
-                text = f"{reduced} all-reduces of the gradients in {steps} steps"
-                self.found("waiting", "reduced-too-often", text)
         record.losses = record.strategy in LOSSES_ONLY
         record.seconds = time.perf_counter() - self._started
         record.stopped = stopped
@@ -329,10 +313,7 @@ class TrainingRecorder(Observer):
         self._random = ()
         if record.batches:
             self._training.add(record.batches[-1].loader)
-        record.pauses.append(time.perf_counter() - self._idle_since)
         prepared, where, value = self._prepared, source_line(), math.nan
-        wrapped = [model for model in prepared.models if isinstance(model, DistributedDataParallel)]
-        self._reduces.append(any(model.require_backward_grad_sync for model in wrapped))
         if isinstance(loss, Tensor):
             value = float(local_part(loss.detach()).float().mean())
             trained = {p.dtype for optimizer in prepared.optimizers for p in _parameters(optimizer)}
@@ -349,9 +330,8 @@ class TrainingRecorder(Observer):
         )
 
     def end_backward(self) -> None:
-        """Begin to measure what the rank does until the next backward pass."""
+        """Note the states of generators, from which the script may draw until the next backward pass."""
         self._random = _states_of_generators()
-        self._idle_since = time.perf_counter()
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Record the gradients that an optimizer is about to use."""
@@ -426,11 +406,6 @@ class TrainingRecorder(Observer):
             self.found("clocks", "clip-before-unscale", text, source_line())
         elif not GradientState().sync_gradients:
             self.found("clocks", "clip-within-window", text, source_line())
-
-    def record_wait(self, file: str) -> None:
-        """Record that the host waits for a value of the device, if the script asks for it in training."""
-        if self.record.backwards and torch.is_grad_enabled() and Path(file) == self._script:
-            self._waits[source_line()] += 1
 
     def record_norm(self, module: nn.Module, tensor: Tensor) -> None:
         """Record a BatchNorm that normalises with few values."""

@@ -10,34 +10,25 @@ from functools import partial
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 
-from accel_bigmodel.device_map import infer_auto_device_map
-from accel_bigmodel.explanation import explain
 from accel_cli.output import Table, show, working
 from accel_inspect.arguments import AXIS_NAMES
-from accel_inspect.estimate.megatron import stage_elements
 from accel_inspect.estimate.memory import (
     MASTER,
-    MEGATRON,
     OPTIMIZERS,
     STRATEGIES,
     DeviceShare,
     Estimate,
     MemoryPeak,
-    Suggestion,
     TrainingSetup,
-    devices_needed,
     estimate,
     estimate_axes,
     fits,
-    suggest,
 )
 from accel_inspect.estimate.meta_model import Weights, meta_model, shares_of, sizes_of, weights_in
 from accel_inspect.estimate.trace import moments_of
 from accel_ops.weights.layout import convert_bytes
-from accel_plugins.megatron.checks import data_parallel_size
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.tiling import chunk_loss, tile_mlps
 from accel_state.errors import SettingsError, UnsupportedError
@@ -54,14 +45,11 @@ def run(options: Namespace) -> int:
             options.model_name, library=options.library_name, trust_remote_code=options.trust_remote_code
         )
         weights = {dtype: weights_in(model, dtype) for dtype in dict.fromkeys(options.dtypes)}
-        setup, checkpointed = _training_setups(model, options)
+        setup = _training_setup(model, options)
         per_machine = min(options.devices_per_machine, setup.devices)
-        estimates = _estimates(checkpointed if options.gradient_checkpointing else setup)
-        suggestion = (
-            suggest(setup, checkpointed, memory, host=host, per_machine=per_machine) if memory else None
-        )
+        estimates = _estimates(setup)
     if options.json:
-        show(_as_json(weights, estimates, suggestion))
+        show(_as_json(weights, estimates))
         return 0
     show(_weights_table(options.model_name, weights, setup), "")
     verdicts = {
@@ -69,9 +57,6 @@ def run(options: Namespace) -> int:
         for needed in (estimates if memory else ())
     }
     show(_training_table(estimates, setup, verdicts, options))
-    if memory:
-        show("", *_advice(suggestion, checkpointed, memory, options.mixed_precision))
-        show("", f"inference in float16:\n{_placement(model, memory, setup.devices)}")
     if not options.quiet:
         notes = ["The driver, kernels and fragmentation take more: plan with 90 % of a device's memory."]
         if options.batch_size is None:
@@ -82,43 +67,35 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetup, TrainingSetup]:
-    """Return the run without and with activation checkpointing."""
+def _training_setup(model: nn.Module, options: Namespace) -> TrainingSetup:
     devices = options.num_devices or 1
-    groups = (
-        options.megatron_lm_tp_degree,
-        options.megatron_lm_pp_degree,
-        options.megatron_lm_context_parallel_size,
-    )
-    tensor, pipeline, context = (size or 1 for size in groups)
-    on_rank = 0
-    if any(groups):
-        if options.optimizer != "adam":
-            raise SettingsError(f"argument --optimizer is {options.optimizer!r}: Megatron uses its own Adam.")
-        data_parallel_size(tensor, pipeline, context, devices)
-        on_rank = max(stage_elements(model, tensor, pipeline, context))
+    if any(
+        (
+            options.megatron_lm_tp_degree,
+            options.megatron_lm_pp_degree,
+            options.megatron_lm_context_parallel_size,
+        )
+    ):
+        raise UnsupportedError(
+            "arguments --megatron_lm_…: the memory of Megatron is not estimated. For PyTorch's own axes of "
+            "the same sizes, pass --parallelism_config_tp_size, …_pp_size and …_cp_size."
+        )
     setup = TrainingSetup(
         sizes=sizes_of(model),
         devices=devices,
         width=4 if options.mixed_precision == "no" else 2,
-        tensor=tensor,
-        pipeline=pipeline,
-        context=context,
-        on_rank=on_rank,
         share=_share_of_axes(model, options, devices),
         optimizer=options.optimizer,
     )
     if options.batch_size is None:
         if options.loss_chunk_size or options.mlp_tile_size:
             raise SettingsError("arguments --loss_chunk_size, --mlp_tile_size: add --batch_size.")
-        return setup, setup
+        return setup
     if options.mlp_tile_size:
         tile_mlps(model, options.mlp_tile_size)
     if options.loss_chunk_size:
         chunk_loss(model, options.loss_chunk_size)
-    plain = _trace(model, options)
-    checkpointed = _trace(model, options, checkpointing=True) or plain
-    return replace(setup, moments=plain), replace(setup, moments=checkpointed)
+    return replace(setup, moments=_trace(model, options))
 
 
 def _share_of_axes(model: nn.Module, options: Namespace, devices: int) -> DeviceShare | None:
@@ -142,7 +119,7 @@ def _estimates(setup: TrainingSetup) -> list[Estimate]:
         names = ["one device", "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded"]
     if setup.optimizer != "adam":  # as DeepSpeed's estimates are
         names = [name for name in names if not name.startswith("ZeRO")]
-    estimates = [estimate(name, setup) for name in (*names, *(MEGATRON if setup.on_rank else ()))]
+    estimates = [estimate(name, setup) for name in names]
     return estimates if setup.share is None else [*estimates, estimate_axes(setup, setup.share)]
 
 
@@ -150,17 +127,16 @@ _CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_ena
 """The methods of transformers models that enable activation checkpointing, current name first."""
 
 
-def _trace(model: Any, options: Namespace, *, checkpointing: bool = False) -> tuple[MemoryPeak, ...]:
-    """Return the memory peaks of the passes; none if the model does not support activation checkpointing."""
+def _trace(model: Any, options: Namespace) -> tuple[MemoryPeak, ...]:
+    """Return the memory peaks of the passes."""
     if not hasattr(model, "config"):
         raise UnsupportedError(
             f"argument --batch_size: {options.model_name!r} has no transformers configuration, which "
             "the passes need. Remove --batch_size."
         )
-    if checkpointing:
-        enable = next((getattr(model, name) for name in _CHECKPOINTING if hasattr(model, name)), None)
-        if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
-            return ()
+    enable: Any = next((getattr(model, name) for name in _CHECKPOINTING if hasattr(model, name)), None)
+    is_supported = enable is not None and getattr(model, "supports_gradient_checkpointing", False)
+    if options.gradient_checkpointing and is_supported:
         enable({"use_reentrant": False, "preserve_rng_state": False})
         model.config.use_cache = False
     dtype = None if options.mixed_precision == "no" else torch.bfloat16
@@ -270,29 +246,8 @@ def _training_table(
     )
 
 
-def _advice(
-    suggestion: Suggestion | None, checkpointed: TrainingSetup, memory: int, precision: str
-) -> list[str]:
-    if suggestion is not None:
-        config = {**suggestion.config, "mixed_precision": precision}
-        text = yaml.safe_dump(config, sort_keys=False).rstrip()
-        return [f"suggested: {suggestion.estimate.strategy}", text]
-    needed = devices_needed(checkpointed, memory)
-    if needed is None:
-        return ["no configuration fits on any number of devices: use a smaller batch or shorter sequences."]
-    return [f"no configuration fits. FSDP2 would fit on {needed} devices with activation checkpointing."]
-
-
-def _placement(model: nn.Module, memory: int, devices: int) -> object:
-    """Return the device map of inference in half precision."""
-    budget = {**dict.fromkeys(range(devices), memory), "cpu": 1 << 60}
-    unsplit = getattr(model, "_no_split_modules", None)
-    device_map = infer_auto_device_map(model, budget, no_split_module_classes=unsplit, dtype=torch.float16)
-    return explain(device_map, model, dtype=torch.float16)
-
-
-def _as_json(weights: dict[str, Weights], estimates: list[Estimate], suggestion: Suggestion | None) -> str:
-    facts: dict[str, Any] = {
+def _as_json(weights: dict[str, Weights], estimates: list[Estimate]) -> str:
+    facts = {
         "weights": {
             dtype: {"total": sizes.total, "largest layer": sizes.largest, "layers": list(sizes.layers)}
             for dtype, sizes in weights.items()
@@ -302,8 +257,4 @@ def _as_json(weights: dict[str, Weights], estimates: list[Estimate], suggestion:
             for needed in estimates
         },
     }
-    if suggestion is not None:
-        needed = suggestion.estimate
-        config = dict(suggestion.config)
-        facts["suggestion"] = {"strategy": needed.strategy, "device": needed.device, "config": config}
     return json.dumps(facts, indent=2)

@@ -1,4 +1,4 @@
-"""Estimate training memory by strategy, in closed form; suggest the fastest configuration that fits.
+"""Estimate training memory by strategy, in closed form.
 
 The optimizer is Adam, with two moments and master weights in float32; or an optimizer of `accel.optimizers`,
 under strategies that use the script's optimizer. Each strategy cites the source of its numbers; the tests
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from functools import partial
-from typing import Any
 
 from accel_state.frozen import frozen
 
@@ -83,7 +82,7 @@ class DeviceShare:
 
 @frozen
 class TrainingSetup:
-    """A training run; `tensor`, `pipeline` and `context` are sizes of Megatron's groups."""
+    """A training run."""
 
     sizes: ModelSizes
     devices: int = 1
@@ -91,12 +90,8 @@ class TrainingSetup:
     moments: tuple[MemoryPeak, ...] = ()  # of one micro-batch; by default only its end, with gradients only
     at_once: bool = True  # temporaries of steps are as large as the weights: foreach, as on accelerators
     buckets: Buckets = field(default_factory=Buckets)
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    on_rank: int = 0  # elements of parameters on the largest Megatron rank; 0 for an even split
     share: DeviceShare | None = None  # along the axes of a `ParallelismConfig`
-    optimizer: str = "adam"  # one of `OPTIMIZERS`; DeepSpeed and Megatron use Adam
+    optimizer: str = "adam"  # one of `OPTIMIZERS`; DeepSpeed uses Adam
 
     @property
     def passes(self) -> tuple[MemoryPeak, ...]:
@@ -309,31 +304,6 @@ def _zero(
     return on_device, host
 
 
-def _megatron(setup: TrainingSetup, *, distributed: bool) -> Parts:
-    """Megatron: every rank has a tensor-parallel shard of each layer of its stage.
-
-    Gradients are in one float32 buffer, which stays allocated (`megatron.core.distributed`,
-    param_and_grad_buffer.py); master weights exist in mixed precision. The distributed optimizer shards
-    masters and moments over the replicas, without temporaries. Activations between layers are sharded only
-    with sequence parallelism: this is a lower bound. The first of several stages holds the activations of as
-    many micro-batches as there are stages, for its layers. Context-parallel ranks have the same weights,
-    and the activations of their tokens; the distributed optimizer counts these ranks as replicas.
-    """
-    shares = setup.tensor * setup.pipeline
-    weights = setup.on_rank or _ceil(setup.sizes.parameters, shares)
-    trained = _ceil(weights * setup.sizes.trainable, setup.sizes.parameters) if setup.sizes.parameters else 0
-    replicas = max(setup.devices // shares, 1) if distributed else 1
-    masters = MASTER if setup.width < MASTER else 0
-    passing = max(moment.activations for moment in setup.passes) // (setup.tensor * setup.context)
-    return {
-        "parameters": setup.width * weights + setup.sizes.buffers,
-        "gradients": MASTER * trained,
-        "optimizer": (masters + ADAM) * _ceil(trained, replicas),
-        "communication": 0,
-        "working": max(passing, setup.step(shares * replicas)),
-    }, 0
-
-
 def _ceil(elements: int, devices: int) -> int:
     return -(-elements // devices)
 
@@ -352,12 +322,8 @@ STRATEGIES: Mapping[str, Callable[[TrainingSetup], Parts]] = {
 }
 """The strategies, from fast to slow and from much to little device memory."""
 
-MEGATRON = ("Megatron", "Megatron, distributed optimizer")
-"""The variants of Megatron, one row each."""
-
 VARIANTS: Mapping[str, Callable[[TrainingSetup], Parts]] = {
     "DDP, gradients in buckets": partial(_replicated, buckets=0),
-    **{name: partial(_megatron, distributed=index > 0) for index, name in enumerate(MEGATRON)},
     "ZeRO-1, offloaded": partial(_zero, stage=1, optimizer_offloaded=True),
     "ZeRO-3, optimizer offloaded": partial(_zero, stage=3, optimizer_offloaded=True),
     "ZeRO-3, weights offloaded": partial(_zero, stage=3, weights_offloaded=True),
@@ -366,17 +332,6 @@ VARIANTS: Mapping[str, Callable[[TrainingSetup], Parts]] = {
 
 HEADROOM = 0.9
 """The usable fraction of a device's memory; driver, kernels and fragmentation take the other tenth."""
-
-_POWERS_OF_TWO = [2**power for power in range(17)]
-
-
-@frozen
-class Suggestion:
-    """A suggested configuration."""
-
-    estimate: Estimate
-    checkpointing: bool
-    config: Mapping[str, Any]
 
 
 def fits(needed: Estimate, memory: int, host: int | None = None, per_machine: int = 1) -> bool:
@@ -389,74 +344,3 @@ def fits(needed: Estimate, memory: int, host: int | None = None, per_machine: in
     offloaded = needed.host * per_machine
     fits_host = not offloaded or host is None or offloaded <= HEADROOM * host
     return needed.device <= HEADROOM * memory and fits_host
-
-
-def candidates(devices: int) -> tuple[tuple[str, bool], ...]:
-    """Return the strategies to try, with and without activation checkpointing, from fast to slow."""
-    if devices == 1:
-        return (("one device", False), ("one device", True), ("FSDP2, offloaded", True))
-    return (
-        ("DDP", False),
-        ("FSDP2, gathered once", False),
-        ("FSDP2", False),
-        ("FSDP2, gathered once", True),
-        ("FSDP2", True),
-        ("FSDP2, offloaded", True),
-    )
-
-
-def suggest(
-    setup: TrainingSetup,
-    checkpointed: TrainingSetup,
-    memory: int,
-    *,
-    host: int | None = None,
-    per_machine: int = 8,
-) -> Suggestion | None:
-    """Find the fastest configuration that fits, also with activation checkpointing; None if there is none."""
-    for strategy, checkpointing in candidates(setup.devices):
-        needed = estimate(strategy, checkpointed if checkpointing else setup)
-        if fits(needed, memory, host, min(per_machine, setup.devices)):
-            config = config_of(strategy, setup, checkpointing=checkpointing)
-            return Suggestion(estimate=needed, checkpointing=checkpointing, config=config)
-    return None
-
-
-def devices_needed(checkpointed: TrainingSetup, memory: int) -> int | None:
-    """Return the smallest power of two of devices on which fully sharded training fits; None if none."""
-    return next(
-        (
-            devices
-            for devices in _POWERS_OF_TWO
-            if fits(estimate("FSDP2", replace(checkpointed, devices=devices)), memory)
-        ),
-        None,
-    )
-
-
-def config_of(strategy: str, setup: TrainingSetup, *, checkpointing: bool) -> dict[str, Any]:
-    """Return the config file entries of a strategy.
-
-    Example:
-        >>> setup = TrainingSetup(sizes=ModelSizes(parameters=1, trainable=1), devices=2)
-        >>> config_of("DDP", setup, checkpointing=False)["distributed_type"]
-        'MULTI_GPU'
-    """
-    base: dict[str, Any] = {
-        "distributed_type": "NO" if setup.devices == 1 else "MULTI_GPU",
-        "mixed_precision": "bf16" if setup.width == 2 else "no",
-        "num_processes": setup.devices,
-    }
-    if not strategy.startswith("FSDP2"):
-        return base
-    return {
-        **base,
-        "distributed_type": "FSDP",
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": strategy != "FSDP2, gathered once",
-            "fsdp_offload_params": strategy == "FSDP2, offloaded",
-            "fsdp_activation_checkpointing": checkpointing,
-        },
-    }
