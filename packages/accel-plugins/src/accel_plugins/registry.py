@@ -22,76 +22,38 @@ ENTRY_POINT_GROUP = "accel.strategies"
 """A distribution adds a strategy with `[project.entry-points."accel.strategies"] name = "module:SPEC"`."""
 
 
+def _spec(name: str, build: str, sections: dict[str, Any] | None = None, **options: Any) -> StrategySpec:
+    return StrategySpec(name=name, build=f"accel_plugins.{build}", sections=sections or {}, **options)
+
+
+_FSDP2: dict[str, Any] = {"fsdp": {"fsdp_version": 2}, "parallelism": None}
+_SHARDS = {"shards_gradients": True}
+_CASTS = {"shards_gradients": True, "master_weights": True}
+
 BUILT_IN: Mapping[str, StrategySpec] = {
     spec.name: spec
     for spec in (
-        StrategySpec(
-            name="torchft_fsdp2",
-            build="accel_plugins.torchft.strategy:ShardedReplicaStrategy",
-            sections={"replicas": None, "fsdp": {"fsdp_version": 2}, "parallelism": None},
-            shards_gradients=True,
-            master_weights=True,
+        _spec(
+            "torchft_fsdp2", "torchft.strategy:ShardedReplicaStrategy", {"replicas": None} | _FSDP2, **_CASTS
         ),
-        StrategySpec(
-            name="torchft",
-            build="accel_plugins.torchft.strategy:ReplicaStrategy",
-            sections={"replicas": None},
-        ),
-        StrategySpec(
-            name="xla_fsdp",
-            build="accel_plugins.xla:SpmdStrategy",
-            sections={"fsdp": {"xla": True, "xla_fsdp_v2": True}},
-        ),
-        StrategySpec(
-            name="xla",
-            build="accel_plugins.xla:XlaStrategy",
-        ),
-        StrategySpec(
-            name="deepspeed",
-            build="accel_plugins.deepspeed.strategy:DeepSpeedStrategy",
+        _spec("torchft", "torchft.strategy:ReplicaStrategy", {"replicas": None}),
+        _spec("xla_fsdp", "xla:SpmdStrategy", {"fsdp": {"xla": True, "xla_fsdp_v2": True}}),
+        _spec("xla", "xla:XlaStrategy"),
+        _spec(
+            "deepspeed",
+            "deepspeed.strategy:DeepSpeedStrategy",
+            {"deepspeed": {}, "parallelism": None},
             files="accel_plugins.deepspeed.folder:FILES",
-            sections={"deepspeed": {}, "parallelism": None},
         ),
-        StrategySpec(
-            name="megatron",
-            build="accel_plugins.megatron.strategy:MegatronStrategy",
-            sections={"megatron": {}},
+        _spec("megatron", "megatron.strategy:MegatronStrategy", {"megatron": {}}),
+        _spec(
+            "pipeline", "pipeline.strategy:PipelineStrategy", {"fsdp": None, "parallelism": None}, **_SHARDS
         ),
-        StrategySpec(
-            name="pipeline",
-            build="accel_plugins.pipeline.strategy:PipelineStrategy",
-            sections={"fsdp": None, "parallelism": None},
-            shards_gradients=True,
-        ),
-        StrategySpec(
-            name="fsdp1",
-            build="accel_plugins.fsdp.fsdp1:Fsdp1Strategy",
-            sections={"fsdp": {"fsdp_version": 1}},
-            shards_gradients=True,
-            master_weights=True,
-        ),
-        StrategySpec(
-            name="fsdp2",
-            build="accel_plugins.fsdp.fsdp2:Fsdp2Strategy",
-            sections={"fsdp": {"fsdp_version": 2}, "parallelism": None},
-            shards_gradients=True,
-            master_weights=True,
-        ),
-        StrategySpec(
-            name="tp",
-            build="accel_plugins.parallelism.tensor:TensorParallelStrategy",
-            sections={"parallelism": None},
-            shards_gradients=True,
-        ),
-        StrategySpec(
-            name="ddp",
-            build="accel_plugins.ddp:DdpStrategy",
-        ),
-        StrategySpec(
-            name="single",
-            build="accel_plugins.single:SingleStrategy",
-            max_processes=1,
-        ),
+        _spec("fsdp1", "fsdp.fsdp1:Fsdp1Strategy", {"fsdp": {"fsdp_version": 1}}, **_CASTS),
+        _spec("fsdp2", "fsdp.fsdp2:Fsdp2Strategy", _FSDP2, **_CASTS),
+        _spec("tp", "parallelism.tensor:TensorParallelStrategy", {"parallelism": None}, **_SHARDS),
+        _spec("ddp", "ddp:DdpStrategy"),
+        _spec("single", "single:SingleStrategy", max_processes=1),
     )
 }
 """The strategies that come with accel."""

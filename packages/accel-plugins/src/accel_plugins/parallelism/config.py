@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -235,6 +235,17 @@ _HANDLERS: dict[str, type[Any]] = {
 }
 
 
+def _is_used(axis: str, doc: str) -> bool:
+    """Return a property of a configuration: whether an axis has more than one rank."""
+    return cast("bool", property(lambda config: (getattr(config, f"{axis}_size") or 1) > 1, doc=doc))
+
+
+def _used_of(*axes: str, doc: str) -> list[str]:
+    """Return a property of a configuration: those of some axes that have more than one rank."""
+    used = property(lambda config: [axis for axis in axes if config.sizes[axis] > 1], doc=doc)
+    return cast("list[str]", used)
+
+
 @dataclass
 class ParallelismConfig:
     """Sizes of the axes of the device mesh. The default is `PARALLELISM_CONFIG_*` of the environment, else 1.
@@ -345,65 +356,24 @@ class ParallelismConfig:
         """Number of ranks that read the same batches."""
         return self.total_size // self.data_parallel_size
 
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether the model is replicated."""
-        return self.sizes["dp_replicate"] > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether parameters are sharded."""
-        return self.sizes["dp_shard"] > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether tensor parallelism is used."""
-        return self.sizes["tp"] > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether context parallelism is used."""
-        return self.sizes["cp"] > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether sequence parallelism is used."""
-        return self.sizes["sp"] > 1
-
-    @property
-    def ep_enabled(self) -> bool:
-        """Whether expert parallelism is used."""
-        return (self.ep_size or 1) > 1
-
-    @property
-    def pp_enabled(self) -> bool:
-        """Whether pipeline parallelism is used."""
-        return self.sizes["pp"] > 1
-
-    @property
-    def dp_dim_names(self) -> list[str]:
-        """Axes of data parallelism."""
-        return self._active("dp_replicate", "dp_shard")
-
-    @property
-    def non_dp_dim_names(self) -> list[str]:
-        """Axes of tensor, context, sequence and pipeline parallelism."""
-        return self._active("tp", "cp", "sp", "pp")
-
-    @property
-    def dp_shard_cp_dim_names(self) -> list[str]:
-        """Axes over which parameters are sharded."""
-        return self._active("dp_shard", "cp")
-
-    @property
-    def dp_cp_dim_names(self) -> list[str]:
-        """Axes over which losses are averaged."""
-        return self._active("dp_replicate", "dp_shard", "cp")
+    dp_replicate_enabled = _is_used("dp_replicate", "Whether the model is replicated.")
+    dp_shard_enabled = _is_used("dp_shard", "Whether parameters are sharded.")
+    tp_enabled = _is_used("tp", "Whether tensor parallelism is used.")
+    cp_enabled = _is_used("cp", "Whether context parallelism is used.")
+    sp_enabled = _is_used("sp", "Whether sequence parallelism is used.")
+    ep_enabled = _is_used("ep", "Whether expert parallelism is used.")
+    pp_enabled = _is_used("pp", "Whether pipeline parallelism is used.")
+    dp_dim_names = _used_of("dp_replicate", "dp_shard", doc="Axes of data parallelism.")
+    non_dp_dim_names = _used_of(
+        "tp", "cp", "sp", "pp", doc="Axes of tensor, context, sequence and pipeline parallelism."
+    )
+    dp_shard_cp_dim_names = _used_of("dp_shard", "cp", doc="Axes over which parameters are sharded.")
+    dp_cp_dim_names = _used_of("dp_replicate", "dp_shard", "cp", doc="Axes over which losses are averaged.")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
         """Axes of FSDP2's mesh: the replicate axis, if there are replicas, and the shard axis."""
-        return [*self._active("dp_replicate"), "dp_shard_cp"]
+        return ["dp_replicate", "dp_shard_cp"] if self.dp_replicate_enabled else ["dp_shard_cp"]
 
     @property
     def active_mesh_dims(self) -> list[str]:
@@ -533,9 +503,6 @@ class ParallelismConfig:
         """Return the axes of a mesh over which parameters are sharded, also one of size 1."""
         return self.dp_shard_cp_dim_names or [name for name in names if name == "dp_shard"]
 
-    def _active(self, *axes: str) -> list[str]:
-        return [axis for axis in axes if self.sizes[axis] > 1]
-
 
 def check_axes(handlers: Mapping[type, Any], world_size: int) -> None:
     """Check the world size of a `ParallelismConfig`, for strategies that build no mesh.
@@ -590,6 +557,12 @@ def _with_default_timeout(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
+def _mesh_of(axis: str, doc: str) -> DeviceMesh | None:
+    """Return a property of `Axes`: the mesh of an axis, if it has more than one rank."""
+    mesh = property(lambda axes: axes.mesh[axis] if axes.config.sizes[axis] > 1 else None, doc=doc)
+    return cast("DeviceMesh | None", mesh)
+
+
 @frozen
 class Axes:
     """The device mesh of a run."""
@@ -598,15 +571,10 @@ class Axes:
     mesh: DeviceMesh
     sharding: BatchSharding
 
-    @property
-    def tensor(self) -> DeviceMesh | None:
-        """Mesh of tensor parallelism, if any."""
-        return self.mesh["tp"] if self.config.tp_enabled else None
-
-    @property
-    def pipeline(self) -> DeviceMesh | None:
-        """Mesh of pipeline parallelism, if any."""
-        return self.mesh["pp"] if self.config.pp_enabled else None
+    tensor = _mesh_of("tp", "Mesh of tensor parallelism, if any.")
+    pipeline = _mesh_of("pp", "Mesh of pipeline parallelism, if any.")
+    context = _mesh_of("cp", "Mesh of context parallelism, if any.")
+    sequence = _mesh_of("sp", "Mesh of sequence parallelism, if any.")
 
     @property
     def losses(self) -> DeviceMesh | None:
@@ -623,16 +591,6 @@ class Axes:
         """Return the mesh of some axes; of several, flattened to one with the given name."""
         mesh = self.mesh[tuple(axes)]
         return mesh if len(axes) == 1 else flatten_mesh(mesh, name)
-
-    @property
-    def context(self) -> DeviceMesh | None:
-        """Mesh of context parallelism, if any."""
-        return self.mesh["cp"] if self.config.cp_enabled else None
-
-    @property
-    def sequence(self) -> DeviceMesh | None:
-        """Mesh of sequence parallelism, if any."""
-        return self.mesh["sp"] if self.config.sp_enabled else None
 
     def experts(self, runtime: Runtime) -> DeviceMesh | None:
         """Build the mesh of experts, if they are sharded: axes `"efsdp"` and `"ep"`, after any outer ones.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -81,16 +82,14 @@ class _WithFactors:
         for kind, tensors in factors.items():
             # An embedding has bare parameters; other layers have modules with a weight.
             is_bare = kind.startswith("lora_embedding")
-            held = {name: value if is_bare else _Weight(value) for name, value in tensors.items()}
-            setattr(self, kind, held)
+            setattr(
+                self,
+                kind,
+                tensors if is_bare else {name: SimpleNamespace(weight=w) for name, w in tensors.items()},
+            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
-
-
-@dataclass(slots=True)
-class _Weight:
-    weight: Tensor
 
 
 @dataclass(slots=True)
@@ -104,17 +103,13 @@ class _Adapters:
     def name_of(self, name: str) -> str | None:
         """Return the name of a parameter in the merged base model; `None` if it is not there."""
         for path, adapter in self.copies.items():
-            if name.startswith(f"{path}."):
-                inner = name.removeprefix(f"{path}.")
-                active = f"modules_to_save.{adapter}."
-                if not inner.startswith(active):
-                    return None
-                name = f"{path}.{inner.removeprefix(active)}"
-        for path in self.layers:
-            if name.startswith(f"{path}.base_layer."):
-                name = f"{path}.{name.removeprefix(f'{path}.base_layer.')}"
-                break
-        return name.removeprefix(_PREFIX)
+            active = f"{path}.modules_to_save.{adapter}."
+            if name.startswith(active):
+                name = f"{path}.{name.removeprefix(active)}"
+            elif name.startswith(f"{path}."):
+                return None
+        owner, is_inner, inner = name.rpartition(".base_layer.")
+        return (f"{owner}.{inner}" if is_inner and owner in self.layers else name).removeprefix(_PREFIX)
 
 
 def _find_adapters(core: nn.Module) -> _Adapters:

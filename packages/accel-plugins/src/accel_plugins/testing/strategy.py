@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -193,6 +193,29 @@ def start(
     return PreparedRun(subject, strategy, bundle.models[0], bundle.optimizers[0])
 
 
+STRATEGY_CHECKS: dict[str, Callable[[StrategySubject], None]] = {}
+"""Every check by name."""
+
+NEEDS: dict[str, Feature] = {}
+"""The feature of each check; it is skipped for strategies that do not declare it."""
+
+
+_Check: TypeAlias = "Callable[[StrategySubject], None]"
+
+
+def _check(needs: Feature | None = None) -> Callable[[_Check], _Check]:
+    """Add a check to the suite, with the feature that it needs, if any."""
+
+    def add(check: _Check) -> _Check:
+        STRATEGY_CHECKS[check.__name__] = check
+        if needs is not None:
+            NEEDS[check.__name__] = needs
+        return check
+
+    return add
+
+
+@_check()
 def sharding_covers_every_shard(subject: StrategySubject) -> None:
     """Every rank has the same number of shards, and together they cover all of them."""
     own = subject.make().sharding
@@ -203,6 +226,7 @@ def sharding_covers_every_shard(subject: StrategySubject) -> None:
     )
 
 
+@_check()
 def unwrapping_undoes_wrapping(subject: StrategySubject) -> None:
     """`wrap` keeps order and number; `unwrap` returns the model with its names, and others unchanged."""
     strategy, model, frozen = subject.make(), subject.model(), subject.model()
@@ -225,12 +249,14 @@ def unwrapping_undoes_wrapping(subject: StrategySubject) -> None:
     demand(still is frozen, "unwrap(wrap(model)) is not a model without trainable parameters.")
 
 
+@_check()
 def ranks_start_equal(subject: StrategySubject) -> None:
     """Wrapped models have rank 0's values on every rank, however they were initialised."""
     run = start(replace(subject, tolerance=0.0), seed=subject.runtime.topology.rank)
     run.demand_state(subject.model(), "the wrapped model")
 
 
+@_check()
 def training_equals_one_process(subject: StrategySubject) -> None:
     """Several steps on shards give the parameters of one process on full batches."""
     for make in (sgd, adamw):
@@ -241,6 +267,7 @@ def training_equals_one_process(subject: StrategySubject) -> None:
         run.demand_state(run.solve(STEPS, make), f"after {STEPS} steps of {make.__name__}")
 
 
+@_check()
 def micro_batches_equal_one_batch(subject: StrategySubject) -> None:
     """K micro-batches with `accumulation=k` give the same step as one batch."""
     for count in (2, 3):
@@ -253,6 +280,7 @@ def micro_batches_equal_one_batch(subject: StrategySubject) -> None:
         run.demand_state(run.solve(2), f"with {count} micro-batches")
 
 
+@_check(Feature.NO_SYNC)
 def gradients_stay_local_without_sync(subject: StrategySubject) -> None:
     """Within `no_sync` every rank has the gradients of its own samples; the next pass outside sums all."""
     run, both = start(subject), subject.model()
@@ -265,6 +293,7 @@ def gradients_stay_local_without_sync(subject: StrategySubject) -> None:
     subject.demand_equal(gradients(core), gradients(both), "the gradients after no_sync")
 
 
+@_check()
 def clipping_by_norm_equals_one_process(subject: StrategySubject) -> None:
     """`clip_grad_norm` returns the norm over all parameters and ranks, and scales the gradients to it."""
     for kind in subject.norm_types:
@@ -282,6 +311,7 @@ def clipping_by_norm_equals_one_process(subject: StrategySubject) -> None:
         run.demand_state(right, f"after clipping the {kind}-norm")
 
 
+@_check(Feature.CLIP_GRAD_VALUE)
 def clipping_by_value_equals_one_process(subject: StrategySubject) -> None:
     """`clip_grad_value` clamps every gradient."""
     run = start(subject)
@@ -292,6 +322,7 @@ def clipping_by_value_equals_one_process(subject: StrategySubject) -> None:
     run.demand_state(right, "after clipping values")
 
 
+@_check(Feature.NO_SYNC)
 def backward_passes_its_arguments_on(subject: StrategySubject) -> None:
     """Two backward passes through one retained graph give the gradients twice."""
     run = start(subject)
@@ -302,6 +333,7 @@ def backward_passes_its_arguments_on(subject: StrategySubject) -> None:
     run.demand_local_gradients("the gradients of two passes")
 
 
+@_check(Feature.ITEM_COUNTS)
 def gradients_can_be_divided_by_items(subject: StrategySubject) -> None:
     """Gradients of summed losses, divided after they were all-reduced, are those of one big batch.
 
@@ -327,6 +359,7 @@ def gradients_can_be_divided_by_items(subject: StrategySubject) -> None:
     run.demand_state(right, "after division by items")
 
 
+@_check()
 def saved_state_is_loaded(subject: StrategySubject) -> None:
     """Model and optimizer continue after loading as without a save and load."""
     run, exact = start(subject, adamw), replace(subject, tolerance=0.0)
@@ -364,6 +397,7 @@ def saved_state_is_loaded(subject: StrategySubject) -> None:
         subject.demand_equal(other.state(), run.state(), "a step after loading")
 
 
+@_check(Feature.UNEVEN_INPUTS)
 def ranks_may_run_out_of_batches(subject: StrategySubject) -> None:
     """Within `join` ranks with more batches continue, and all end with the same parameters."""
     run, right = start(subject), subject.model()
@@ -381,6 +415,7 @@ def ranks_may_run_out_of_batches(subject: StrategySubject) -> None:
     run.demand_state(right, "after uneven numbers of batches")
 
 
+@_check()
 def evaluation_needs_no_training(subject: StrategySubject) -> None:
     """A model wrapped for evaluation computes the same as the plain model."""
     run = start(subject)
@@ -391,6 +426,7 @@ def evaluation_needs_no_training(subject: StrategySubject) -> None:
     subject.demand_equal({"output": output}, {"output": right}, "evaluation")
 
 
+@_check(Feature.MULTIPLE_MODELS)
 def several_models_are_trained(subject: StrategySubject) -> None:
     """Two models of one bundle, each with its optimizer, are trained independently."""
     strategy, models = subject.make(), [subject.model(0), subject.model(1)]
@@ -409,46 +445,13 @@ def several_models_are_trained(subject: StrategySubject) -> None:
         run.demand_state(right, "one of two models")
 
 
+@_check(Feature.CUSTOM_DEVICE_PLACEMENT)
 def a_model_may_stay_where_it_is(subject: StrategySubject) -> None:
     """A model that may not be placed is not moved."""
     strategy = subject.make()
     bundle = strategy.wrap(Bundle(models=[subject.model()], placements=[False]))
     device_types = {p.device.type for p in strategy.unwrap(bundle.models[0]).parameters()}
     demand(device_types == {"cpu"}, f"a model that was to stay on the CPU is on {sorted(device_types)}.")
-
-
-STRATEGY_CHECKS: Mapping[str, Callable[[StrategySubject], None]] = {
-    check.__name__: check
-    for check in (
-        sharding_covers_every_shard,
-        unwrapping_undoes_wrapping,
-        ranks_start_equal,
-        training_equals_one_process,
-        micro_batches_equal_one_batch,
-        gradients_stay_local_without_sync,
-        clipping_by_norm_equals_one_process,
-        clipping_by_value_equals_one_process,
-        backward_passes_its_arguments_on,
-        gradients_can_be_divided_by_items,
-        saved_state_is_loaded,
-        ranks_may_run_out_of_batches,
-        evaluation_needs_no_training,
-        several_models_are_trained,
-        a_model_may_stay_where_it_is,
-    )
-}
-"""Every check by name."""
-
-NEEDS: Mapping[str, Feature] = {
-    "gradients_stay_local_without_sync": Feature.NO_SYNC,
-    "backward_passes_its_arguments_on": Feature.NO_SYNC,
-    "gradients_can_be_divided_by_items": Feature.ITEM_COUNTS,
-    "clipping_by_value_equals_one_process": Feature.CLIP_GRAD_VALUE,
-    "ranks_may_run_out_of_batches": Feature.UNEVEN_INPUTS,
-    "several_models_are_trained": Feature.MULTIPLE_MODELS,
-    "a_model_may_stay_where_it_is": Feature.CUSTOM_DEVICE_PLACEMENT,
-}
-"""The feature of each check; it is skipped for strategies that do not declare it."""
 
 
 def check_strategy(subject: StrategySubject) -> None:
