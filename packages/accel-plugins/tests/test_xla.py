@@ -11,6 +11,7 @@ import torch
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.kwargs import GradScalerKwargs, TorchDynamoPlugin
 from accel_plugins.precision import build_precision
+from accel_plugins.strategy import Strategy
 from accel_plugins.xla import refuse_unsupported
 from accel_state.errors import UnsupportedError
 from accel_state.runtime import Runtime
@@ -26,7 +27,7 @@ def refuse(
     runtime = replace(Runtime(), debug=debug)
     policy = build_precision(precision, torch.device("cpu"), None, GradScalerKwargs(), shared=False)
     by_type = {type(handler): handler for handler in handlers.values()}
-    refuse_unsupported(settings or Settings(), runtime, policy, by_type)
+    refuse_unsupported(Strategy(settings or Settings(), runtime, policy, by_type))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,14 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_ops.modules import without_compiler
 from accel_plugins.kwargs import KwargsHandler, expect, expect_counts, expect_flags
 from accel_plugins.parallelism.config import check_axes
-from accel_plugins.strategy import Bundle, PrecisionPolicy, Strategy
+from accel_plugins.strategy import Bundle, Strategy
 from accel_plugins.unsharded import move_to_device
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError
 from accel_state.labels import DDPCommunicationHookType
 from accel_state.logging import get_logger
-from accel_state.runtime import Runtime
-from accel_state.settings.model import Settings
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -164,12 +162,8 @@ class DdpStrategy(Strategy):
     name = "ddp"
     keeps_sharded = True
 
-    def __init__(
-        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-    ) -> None:
-        super().__init__(settings, runtime, precision, handlers)
-        check_axes(handlers, runtime.topology.world_size)
-        self._handlers = handlers
+    def setup(self) -> None:
+        check_axes(self.handlers, self.runtime.topology.world_size)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Move models to the device and wrap the trainable ones, which broadcasts the values of rank 0."""
@@ -187,7 +181,7 @@ class DdpStrategy(Strategy):
         """Wrap a model that is on its device."""
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         is_on_accelerator = len(devices) == 1 and next(iter(devices)).type != "cpu"
-        options: DistributedDataParallelKwargs | None = self._handlers.get(DistributedDataParallelKwargs)
+        options: DistributedDataParallelKwargs | None = self.handlers.get(DistributedDataParallelKwargs)
         arguments = {} if options is None else options.to_kwargs()
         with hang_monitor.collective_scope("prepare"), warnings.catch_warnings():
             # The documented option, with the documented meaning, is deprecated by newer versions of torch.

@@ -240,6 +240,7 @@ class Strategy:
         handlers: The kwargs handlers and plugins of the run, each by its type.
 
     Attributes:
+        settings, runtime, precision, handlers: The arguments.
         name: The name under which it is registered.
         features: The optional features that it offers; checked by `require`.
         sharding: Which batches this rank reads.
@@ -285,15 +286,18 @@ class Strategy:
     def __init__(
         self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
     ) -> None:
-        del settings, handlers
         topology = runtime.topology
-        self.runtime, self.precision = runtime, precision
+        self.settings, self.runtime, self.precision, self.handlers = settings, runtime, precision, handlers
         self.sharding = BatchSharding(num_shards=topology.world_size, shard_index=topology.rank)
         self.states = States()
         self.split_sequences: Callable[..., AbstractContextManager[None]] | None = None
         self.shard_sequences: Callable[[Any], Any] | None = None
         self.after_micro_batch: Callable[[], None] | None = None
         self.after_step: Callable[[], None] | None = None
+        self.setup()
+
+    def setup(self) -> None:
+        """Set the attributes that differ from those of this class; the arguments are attributes already."""
 
     def require(self, feature: Feature, what: str) -> None:
         """Raise unless a feature is offered.

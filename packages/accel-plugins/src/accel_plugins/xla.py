@@ -7,7 +7,7 @@ each block: names in state dicts are unchanged.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,12 +28,11 @@ from accel_plugins.full_parameters import FullParameters
 from accel_plugins.kwargs import TorchDynamoPlugin
 from accel_plugins.sharding.shards import ShardedStates
 from accel_plugins.sharding.state import StateAllocator, StateForm
-from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy, Strategy
+from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, Strategy
 from accel_plugins.unsharded import States, check_materialised, move_to_device
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.labels import DDPCommunicationHookType, DynamoBackend
 from accel_state.runtime import Runtime
-from accel_state.settings.model import Settings
 from accel_state.xla_devices import library, start
 
 if TYPE_CHECKING:
@@ -45,11 +44,9 @@ class XlaStrategy(Strategy):
 
     name = "xla"
 
-    def __init__(
-        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-    ) -> None:
-        super().__init__(settings, runtime, precision, handlers)
-        refuse_unsupported(settings, runtime, precision, handlers)
+    def setup(self) -> None:
+        refuse_unsupported(self)
+        runtime = self.runtime
         world_size, own = runtime.topology.world_size, runtime.kind.own_runtime
         if world_size > 1 and not own.is_replicated():
             raise UnsupportedError(
@@ -119,10 +116,9 @@ SPMD_PLUGIN = "FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)"
 """The plugin with which the compiler shards models, for messages."""
 
 
-def refuse_unsupported(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> None:
+def refuse_unsupported(strategy: Strategy) -> None:
     """Refuse settings and handlers that XLA devices do not support."""
+    settings, handlers = strategy.settings, strategy.handlers
     options = handlers.get(DistributedDataParallelKwargs)
     hook = DDPCommunicationHookType.NO if options is None else options.comm_hook
     dynamo: TorchDynamoPlugin | None = handlers.get(TorchDynamoPlugin)
@@ -132,7 +128,7 @@ def refuse_unsupported(
         "Megatron-LM": settings.megatron is not None,
         f"a ParallelismConfig (models are sharded with {SPMD_PLUGIN})": settings.parallelism is not None,
         "mixed_precision='fp16', whose loss scaler waits for the device in every step (use 'bf16')": (
-            precision.scaler is not None
+            strategy.precision.scaler is not None
         ),
         f"the communication hook {hook.value!r} of DistributedDataParallel": (
             hook is not DDPCommunicationHookType.NO
@@ -140,7 +136,7 @@ def refuse_unsupported(
         f"the compiler {compiler.value.lower()!r} of torch.compile (use 'openxla')": compiler
         not in _COMPILERS,
         "debug mode (ACCELERATE_DEBUG_MODE), whose comparisons would execute the recorded operations": (
-            runtime.debug
+            strategy.runtime.debug
         ),
     }
     for what, is_requested in requested.items():
@@ -155,19 +151,17 @@ class SpmdStrategy(Strategy):
 
     name = "xla_fsdp"
 
-    def __init__(
-        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-    ) -> None:
-        super().__init__(settings, runtime, precision, handlers)
+    def setup(self) -> None:
+        runtime = self.runtime
         # 1. Refuse unsupported settings and handlers.
-        plugin: FullyShardedDataParallelPlugin = handlers[FullyShardedDataParallelPlugin]
+        plugin: FullyShardedDataParallelPlugin = self.handlers[FullyShardedDataParallelPlugin]
         own = runtime.kind.own_runtime
         if own is None:
             raise UnsupportedError(
                 "FullyShardedDataParallelPlugin(xla=True) shards over XLA devices, but this process "
                 f"computes on {str(runtime.device)!r}: remove xla, or install accel-suite[xla]."
             )
-        refuse_unsupported(settings, runtime, precision, handlers)
+        refuse_unsupported(self)
         if not (plugin.xla and plugin.xla_fsdp_v2):
             raise UnsupportedError(
                 f"FullyShardedDataParallelPlugin(xla={plugin.xla!r}, xla_fsdp_v2={plugin.xla_fsdp_v2!r}): "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
@@ -60,15 +60,12 @@ from accel_plugins.strategy import (
     Feature,
     Optimizers,
     Parameters,
-    PrecisionPolicy,
     StateDict,
     Strategy,
 )
 from accel_plugins.unsharded import check_materialised, move_to_device
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.runtime import Runtime
-from accel_state.settings.model import Settings
 
 unwrap_once.register(FullyShardedDataParallel, lambda model: model.module)
 
@@ -83,24 +80,21 @@ class Fsdp1Strategy(Strategy):
     fsdp_version = 1
     features = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
 
-    def __init__(
-        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-    ) -> None:
-        super().__init__(settings, runtime, precision, handlers)
-        topology = runtime.topology
-        plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(
+    def setup(self) -> None:
+        topology, precision = self.runtime.topology, self.precision.name
+        plugin = self.handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(
             fsdp_version=1
         )
-        plugin.set_mixed_precision(precision.name)
+        plugin.set_mixed_precision(precision)
         sizes = {"dp_shard": topology.world_size}
         if plugin.sharding_strategy in {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}:
             local = topology.local_world_size
             sizes = {"dp_replicate": topology.world_size // local, "dp_shard": local}  # a row for each node
-        self.plugin, self.shard_mesh = plugin, mesh_of(runtime.device.type, sizes)
+        self.plugin, self.shard_mesh = plugin, mesh_of(self.runtime.device.type, sizes)
         # The mixed precision under which trained parameters are cast to float32.
-        self.master_weights = None if precision.name == "no" else precision.name
+        self.master_weights = None if precision == "no" else precision
         self.roots: WeakSet[FullyShardedDataParallel] = WeakSet()
-        self.states = Fsdp1States(self.roots, runtime.device, partial(form_of, plugin))
+        self.states = Fsdp1States(self.roots, self.runtime.device, partial(form_of, plugin))
 
     def check(self, bundle: Bundle) -> None:
         """Refuse models that FSDP1 cannot shard, and optimizers that are foreign or cannot train shards."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -39,7 +38,6 @@ from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 from accel_state.libraries import is_torch_version
 from accel_state.runtime import Runtime
-from accel_state.settings.model import Settings
 from accel_state.torch_private import DefaultAllGather
 
 if TYPE_CHECKING:
@@ -83,17 +81,16 @@ class Fsdp2Strategy(MeshStrategy):
     keeps_sharded = True
     fsdp_version = 2
 
-    def __init__(
-        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-    ) -> None:
-        super().__init__(settings, runtime, precision, handlers)
+    def setup(self) -> None:
+        super().setup()
+        runtime, handlers = self.runtime, self.handlers
         plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(
             fsdp_version=2
         )
         check_version(plugin)
         sharded = FullyShardedDataParallelPlugin in handlers
         axes = axes_of(runtime, handlers, sharded=sharded, fully_shard=True)
-        self.shard_over(axes, full_sharding(plugin, axes, runtime, precision))
+        self.shard_over(axes, full_sharding(plugin, axes, runtime, self.precision))
         self.sharding, self.states = axes.sharding, ShardedStates(runtime.device, partial(form_of, plugin))
 
 

@@ -23,11 +23,8 @@ from accel_ops.modules import model_has_dtensor, replaced_attributes, size_at_lo
 from accel_plugins.parallelism.config import axes_of, refuse_experts
 from accel_plugins.parallelism.experts import experts_of, find_problem, local_experts
 from accel_plugins.sharding.wrap import ShardedStrategy
-from accel_plugins.strategy import PrecisionPolicy
 from accel_state.errors import SettingsError, did_you_mean
 from accel_state.frozen import frozen
-from accel_state.runtime import Runtime
-from accel_state.settings.model import Settings
 from accel_state.torch_private import StridedShard
 
 if TYPE_CHECKING:
@@ -40,11 +37,8 @@ class TensorParallelStrategy(ShardedStrategy):
     name = "tp"
     keeps_sharded = True
 
-    def __init__(
-        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-    ) -> None:
-        super().__init__(settings, runtime, precision, handlers)
-        axes = axes_of(runtime, handlers)
+    def setup(self) -> None:
+        axes = axes_of(self.runtime, self.handlers)
         refuse_experts(axes.config)
         if axes.tensor is None:
             raise SettingsError(

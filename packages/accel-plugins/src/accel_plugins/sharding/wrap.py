@@ -26,7 +26,6 @@ from accel_plugins.strategy import (
     Feature,
     Optimizers,
     Parameters,
-    PrecisionPolicy,
     Strategy,
 )
 from accel_plugins.unsharded import check_not_lazy, move_to_device
@@ -38,8 +37,6 @@ from accel_state.torch_private import is_traceable_wrapper_subclass
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
-
-    from accel_state.settings.model import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -107,17 +104,14 @@ class ShardedStrategy(Strategy):
 
     features = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
 
-    def __init__(
-        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-    ) -> None:
-        super().__init__(settings, runtime, precision, handlers)
+    def setup(self) -> None:
         self.stages: Sequence[Callable[[nn.Module], None]] = ()
         self.validators: Sequence[Callable[[nn.Module], None]] = ()
-        self.parameters_on = runtime.device
+        self.parameters_on = self.runtime.device
         self.master_weights: str | None = None
         self.only_main_has_values = False
         self.prepared: WeakSet[nn.Module] = WeakSet()
-        self.states = ShardedStates(runtime.device)
+        self.states = ShardedStates(self.runtime.device)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:

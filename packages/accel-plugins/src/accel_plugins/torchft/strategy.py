@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -15,16 +15,14 @@ from torch.optim import Optimizer
 
 from accel_ops.modules import without_compiler
 from accel_plugins.ddp import DdpStrategy, DistributedDataParallelKwargs
-from accel_plugins.fsdp.fsdp2 import Fsdp2Strategy, check_version
-from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.fsdp.fsdp2 import Fsdp2Strategy
 from accel_plugins.kwargs import ReplicaSyncKwargs
-from accel_plugins.strategy import Bundle, Feature, PrecisionPolicy
+from accel_plugins.strategy import Bundle, Feature
 from accel_plugins.torchft.groups import ReplicaGroups
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.labels import DDPCommunicationHookType
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
-from accel_state.settings.run import ReplicaSettings
 
 
 class ReplicaStrategy(DdpStrategy):
@@ -33,19 +31,16 @@ class ReplicaStrategy(DdpStrategy):
     name = "torchft"
     keeps_sharded = False
 
-    def __init__(
-        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-    ) -> None:
-        _check(settings, runtime)
-        super().__init__(settings, runtime, precision, handlers)
-        self.options = handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
+    def setup(self) -> None:
+        _check(self.settings, self.runtime)
+        super().setup()
+        self.options = self.handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
         if self.options.comm_hook is not DDPCommunicationHookType.NO:
             raise SettingsError(
                 f"DistributedDataParallelKwargs(comm_hook={self.options.comm_hook.value!r}): "
                 "strategy='torchft' has its own communication hook, which averages over the living groups."
             )
-        self.groups = ReplicaGroups(settings.replicas, runtime, apart=handlers.get(ReplicaSyncKwargs))
-        _extend(self, settings.replicas)
+        self.groups = _join_groups(self)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Move models to the device and wrap the trainable ones; the groups agree in their first step."""
@@ -80,22 +75,16 @@ class ShardedReplicaStrategy(Fsdp2Strategy):
     name = "torchft_fsdp2"
     keeps_sharded = False
 
-    def __init__(
-        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-    ) -> None:
-        _check(settings, runtime)
-        plugin = handlers.get(FullyShardedDataParallelPlugin)
-        if plugin is not None:
-            check_version(plugin)
-        apart = handlers.get(ReplicaSyncKwargs)
+    def setup(self) -> None:
+        _check(self.settings, self.runtime)
+        apart = self.handlers.get(ReplicaSyncKwargs)
         if apart is not None and apart.outer_optimizer is not None:
             raise UnsupportedError(
                 "ReplicaSyncKwargs(outer_optimizer=...): torchft's DiLoCo cannot send the state of sharded "
                 "parameters to a group that heals. Train without it, or by DDP in each group."
             )
-        self.groups = ReplicaGroups(settings.replicas, runtime, is_sharded=True, apart=apart)
-        super().__init__(settings, runtime, precision, handlers)
-        _extend(self, settings.replicas)
+        super().setup()
+        self.groups = _join_groups(self, is_sharded=True)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False, **options: Any) -> Bundle:
         """Shard models; `options` are those of `ShardedStrategy.wrap`."""
@@ -138,16 +127,21 @@ def _check(settings: Settings, runtime: Runtime) -> None:
         )
 
 
-def _extend(strategy: ReplicaStrategy | ShardedReplicaStrategy, settings: ReplicaSettings) -> None:
+def _join_groups(
+    strategy: ReplicaStrategy | ShardedReplicaStrategy, *, is_sharded: bool = False
+) -> ReplicaGroups:
     """Extend the strategy of one group's ranks to all groups."""
-    own = strategy.sharding
+    own, settings = strategy.sharding, strategy.settings.replicas
+    apart = strategy.handlers.get(ReplicaSyncKwargs)
+    groups = ReplicaGroups(settings, strategy.runtime, is_sharded=is_sharded, apart=apart)
     strategy.sharding = replace(
         own,
         num_shards=settings.groups * own.num_shards,
         shard_index=settings.group * own.num_shards + own.shard_index,
     )
     strategy.features -= {Feature.UNEVEN_INPUTS, Feature.ITEM_COUNTS}  # counts would cover only one group
-    strategy.generators = strategy.replicas = strategy.groups
+    strategy.generators = strategy.replicas = groups
+    return groups
 
 
 def _step(
