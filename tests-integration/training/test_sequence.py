@@ -471,6 +471,6 @@ def test_a_step_that_would_be_wrong_is_refused():
         break
     odd = DataLoader([{"input_ids": torch.ones(7).long()}] * 2, batch_size=2)
     odd, _ = accelerator.prepare(odd, nn.Linear(4, 4))
-    with pytest.raises(SettingsError, match=r"\(2, 7\), and the length 7 is not a multiple of 2; pad"):
+    with pytest.raises(SettingsError, match=r"\(2, 7\): the length 7 is not a multiple of 2; pad"):
         next(iter(odd))
     accelerator.free_memory()

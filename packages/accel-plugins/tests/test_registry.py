@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from accel_plugins import registry
 from accel_plugins.precision import build_precision
 from accel_plugins.registry import choose
-from accel_plugins.strategy import BatchSharding, Bundle, Feature, Strategy, StrategySpec
+from accel_plugins.strategy import Bundle, Feature, Strategy, StrategySpec
 from accel_plugins.torchft import strategy as torchft
 from accel_state import lazy as tables
 from accel_state.errors import SettingsError, UnsupportedError
@@ -121,12 +121,6 @@ def test_a_bundle_gives_everything_back_in_the_callers_order(permutation: list[i
 def test_placement_is_allowed_unless_the_caller_said_no():
     assert Bundle().may_move(3)
     assert [Bundle(placements=[True, False]).may_move(i) for i in (0, 1)] == [True, False]
-
-
-@pytest.mark.parametrize(("num", "index"), [(2, 2), (1, -1), (0, 0)])
-def test_a_shard_must_be_one_of_the_shards(num: int, index: int):
-    with pytest.raises(ValueError, match=f"shard_index={index}"):
-        BatchSharding(num_shards=num, shard_index=index)
 
 
 def test_a_feature_that_is_not_offered_is_refused_by_name():

@@ -49,8 +49,8 @@ def test_a_batch_stays_of_its_type_and_keeps_positions_that_it_has():
     [
         ([tokens(1, 4)], "a batch is a list"),
         ({"pixels": tokens(1, 4)}, r"a batch is a dict with \['pixels'\]"),
-        ({"input_ids": torch.arange(4)}, r"the shape \(4,\); expected"),
-        ({"input_ids": tokens(1, 5)}, r"\(1, 5\), and the length 5 is not.*pad_to_multiple_of=2"),
+        ({"input_ids": torch.arange(4)}, r"the shape \(4,\): expected"),
+        ({"input_ids": tokens(1, 5)}, r"\(1, 5\): the length 5 is not.*pad_to_multiple_of=2"),
         ({"input_ids": tokens(1, 4), "extra": tokens(1, 3)}, r"\(1, 4\).*'extra' \(1, 3\)"),
         (
             {"input_ids": tokens(2, 4), "labels": torch.arange(2)},
@@ -66,7 +66,7 @@ def test_what_cannot_be_cut_is_named(batch: Any, story: str):
 def test_another_length_than_the_one_that_was_promised_is_refused():
     part = SequenceShard(size=2, rank=0, length=6)
     assert part({"input_ids": tokens(1, 6)})["input_ids"].shape == (1, 3)
-    with pytest.raises(SettingsError, match=r"sp_seq_length=6, sp_seq_length_is_variable=False.*\(1, 4\)"):
+    with pytest.raises(SettingsError, match=r"\(1, 4\).*sp_seq_length=6"):
         part({"input_ids": tokens(1, 4)})
 
 

@@ -68,6 +68,14 @@ class ParameterSource:
     write: Callable[[Tensor], object] = lambda _: None
 
 
+def group_tied_names(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
+    """Group the names of a state dict by value: tied weights have several."""
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(id(value), []).append(name)
+    return [(tuple(group), state[group[0]]) for group in names.values()]
+
+
 def named_parameters_of(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...], nn.Parameter]]:
     """Return the parameters in a state dict of `keep_vars=True`, each with all its names.
 
@@ -76,11 +84,7 @@ def named_parameters_of(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...],
         >>> [names for names, _ in named_parameters_of(model.state_dict(keep_vars=True))]
         [('weight',), ('bias',)]
     """
-    names: dict[int, list[str]] = {}
-    for name, value in state.items():
-        if isinstance(value, nn.Parameter):
-            names.setdefault(id(value), []).append(name)
-    return [(tuple(group), state[group[0]]) for group in names.values()]
+    return group_tied_names({name: value for name, value in state.items() if isinstance(value, nn.Parameter)})
 
 
 def full_sources(state: Mapping[str, Any]) -> list[ParameterSource]:

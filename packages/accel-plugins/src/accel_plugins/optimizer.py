@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -90,20 +90,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         ):
             # Loading its own state is how an optimizer moves it to its parameters.
             optimizer.load_state_dict(optimizer.state_dict())
-
-    @property
-    def accelerator_state(self) -> AcceleratorState:
-        """The state of this process, unless another one was assigned."""
-        return vars(self).get("_accelerator_state") or AcceleratorState()
-
-    @accelerator_state.setter
-    def accelerator_state(self, state: AcceleratorState) -> None:
-        self._accelerator_state = state
-
-    def _switch_parameters(self, parameters_map: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Replace parameters in the groups; parameters that the mapping lacks stay."""
-        for group in self.optimizer.param_groups:
-            group["params"] = [parameters_map.get(parameter, parameter) for parameter in group["params"]]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step the wrapped optimizer if gradients are synchronised now.
@@ -214,7 +200,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # Hooks and methods of particular optimizers. copy and pickle look names up before `optimizer` is set.
         if name == "optimizer":
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        return AcceleratorState() if name == "accelerator_state" else getattr(self.optimizer, name)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"

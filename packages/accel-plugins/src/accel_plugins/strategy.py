@@ -83,13 +83,6 @@ class BatchSharding:
     repeats: bool = False
     micro_batches: int = 1
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.shard_index < self.num_shards:
-            raise ValueError(
-                f"shard_index={self.shard_index!r} is not one of the num_shards={self.num_shards!r} shards, "
-                "which are counted from 0."
-            )
-
 
 StrategyFactory: TypeAlias = "Callable[[Settings, Runtime, PrecisionPolicy, Mapping[type, Any]], Strategy]"
 """`build(settings, runtime, precision, handlers)`; `handlers` maps the type of a kwargs handler to it."""

@@ -94,6 +94,8 @@ def chunked_cross_entropy(
         hidden = hidden.to_local(grad_placements=[Partial()] if group is not None else None)
         weight = weight.to_local()
         bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    device = hidden.device.type
+    casts = torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64
     task = _Task(
         chunk_size=chunk_size,
         ignore_index=ignore_index,
@@ -103,19 +105,12 @@ def chunked_cross_entropy(
         vocabulary=vocabulary,
         group=group,
         first=first,
-        dtype=_matmul_dtype(hidden),
+        dtype=torch.get_autocast_dtype(device) if casts else hidden.dtype,
         needs_gradients=torch.is_grad_enabled(),
     )
     flat = labels.reshape(-1)
     total: Any = _SummedLoss.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, task)
     return total if reduction == "sum" else total / (flat != ignore_index).sum()
-
-
-def _matmul_dtype(hidden: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64:
-        return torch.get_autocast_dtype(device)
-    return hidden.dtype
 
 
 @frozen

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import (
     CPUOffload,
     FullyShardedDataParallel,
     ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
@@ -212,10 +211,9 @@ class Fsdp1Strategy(Strategy):
         # On the CPU there is nothing to offload, and FSDP1 would pin memory, which needs a driver.
         offload = plugin.cpu_offload if isinstance(plugin.cpu_offload, CPUOffload) and not on_cpu else None
         arguments = ("sharding_strategy", "auto_wrap_policy", "backward_prefetch", "limit_all_gathers")
-        flags = ("forward_prefetch", "use_orig_params")
-        options = {name: getattr(plugin, name) for name in arguments}
-        options |= {name: bool(getattr(plugin, name)) for name in flags}
-        options["mixed_precision"] = plugin.mixed_precision_policy
+        options = {
+            name: getattr(plugin, name) for name in (*arguments, "forward_prefetch", "use_orig_params")
+        }
         try:
             with hang_monitor.collective_scope("prepare"), _suppress_warnings():
                 root = MonitoredFSDP(
@@ -224,6 +222,7 @@ class Fsdp1Strategy(Strategy):
                     ignored_states=ignored or None,
                     param_init_fn=init,
                     device_id=device,
+                    mixed_precision=plugin.mixed_precision_policy,
                     sync_module_states=sync and not on_cpu,
                     device_mesh=self.shard_mesh,
                     **options,
@@ -436,14 +435,13 @@ def _sharded_states(root: FullyShardedDataParallel, optimizer: Optimizer | None 
     if optimizer is not None:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         others = [p for p in root.parameters() if p.requires_grad and id(p) not in own]
-    kind, config = StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)
-    optimizer_config = ShardedOptimStateDictConfig(offload_to_cpu=False)
+    kind, config = StateDictType.SHARDED_STATE_DICT, ShardedOptimStateDictConfig(offload_to_cpu=False)
     for parameter in others:
         parameter.requires_grad = False
     try:
         with (
             _suppress_warnings(),
-            FullyShardedDataParallel.state_dict_type(root, kind, config, optimizer_config),
+            FullyShardedDataParallel.state_dict_type(root, kind, optim_state_dict_config=config),
         ):
             yield
     finally:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from accel_plugins.sharding.shards import is_packed, shard_like
+from accel_plugins.sharding.shards import is_packed, shard_like, with_local
 from accel_state import hang_monitor
 from accel_state.frozen import frozen
 from accel_state.torch_private import compute_shape_and_offset_at
@@ -205,19 +205,7 @@ def _exchange(
 
 def _orthogonalize_packed(parameter: DTensor, update: Tensor, orthogonalize: Orthogonalize) -> Tensor:
     """Orthogonalise where shards have several slices: every rank gathers all and returns its shard."""
-    full = _like(update, parameter).full_tensor()
+    full = with_local(parameter, update.to(parameter.device_mesh.device_type)).full_tensor()
     results = [orthogonalize(matrix) for matrix in full.view(-1, *full.shape[-2:])]
     shard: Any = shard_like(torch.stack(results).view(full.shape), parameter)
     return shard._local_tensor
-
-
-def _like(local: Tensor, parameter: DTensor) -> DTensor:
-    mesh, shape = parameter.device_mesh, parameter.shape
-    return DTensor.from_local(
-        local.to(mesh.device_type),
-        mesh,
-        parameter.placements,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )

@@ -333,15 +333,6 @@ class ParallelismConfig:
         return {axis: getattr(self, f"{axis}_size") for axis in AXES}
 
     @property
-    def _sizes(self) -> dict[str, int]:
-        return self.sizes  # Accelerate's name
-
-    @_sizes.setter
-    def _sizes(self, sizes: Mapping[str, int]) -> None:
-        for axis, size in sizes.items():
-            self._set_size(axis, size)
-
-    @property
     def total_size(self) -> int:
         """World size that the axes need."""
         return math.prod(self.sizes.values())
@@ -673,8 +664,8 @@ def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> Paral
                 f"TorchTensorParallelPlugin(torch_device_mesh={mesh!r}): expected axes named {[*AXES]}, in "
                 "this order, with the ranks in ascending order."
             )
-        config = ParallelismConfig()
-        config._sizes = {**dict.fromkeys(AXES, 1), **dict(zip(names, mesh.shape, strict=True))}
+        sizes = dict.fromkeys(AXES, 1) | dict(zip(names, mesh.shape, strict=True))
+        config = ParallelismConfig(**{f"{axis}_size": size for axis, size in sizes.items()})
         config.device_mesh = mesh
         return config
     tensor = 1 if plugin is None else plugin.tp_size

@@ -79,36 +79,31 @@ class SequenceShard:
         shard = cast("MutableMapping[str, Any]", copy.copy(batch))
         tokens: Tensor = shard[_KEY]
         shape = tuple(tokens.shape)
-        where = f"sp_size={self.size}: {_KEY!r} of a batch has the shape {shape}"
+        length, labels = tokens.shape[-1], shard.pop("labels", None)
+        problem = None
         if len(shape) < 2:
-            raise SettingsError(f"{where}; expected [rows, length].")
-        length = shape[1]
-        if length % self.size:
-            raise SettingsError(
-                f"{where}, and the length {length} is not a multiple of {self.size}; pad the sequences "
-                f"(pad_to_multiple_of={self.size})."
+            problem = "expected [rows, length]"
+        elif length % self.size:
+            problem = (
+                f"the length {length} is not a multiple of {self.size}; pad (pad_to_multiple_of={self.size})"
             )
-        if self.length not in (None, length):
-            raise SettingsError(
-                f"DeepSpeedSequenceParallelConfig(sp_seq_length={self.length}, "
-                f"sp_seq_length_is_variable=False): {where}; set neither for sequences of any length."
-            )
+        elif self.length not in (None, length):
+            problem = f"DeepSpeedSequenceParallelConfig(sp_seq_length={self.length}) wants another length"
+        elif labels is not None and labels.shape != shape:
+            problem = f"'labels' {tuple(labels.shape)}; expected a label for each token"
+        for name, value in shard.items():
+            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] != shape[-1]:
+                problem = problem or f"{name!r} {tuple(value.shape)}; dim 1 must be the sequence in both"
+        if problem is not None:
+            raise SettingsError(f"sp_size={self.size}: {_KEY!r} of a batch has the shape {shape}: {problem}.")
         if "position_ids" not in shard:
             shard["position_ids"] = _positions(shard, length, tokens.device).expand(shape[0], length)
-        if "labels" in shard:
-            labels = shard.pop("labels")
-            if labels.shape != shape:
-                raise SettingsError(
-                    f"{where}, but 'labels' {tuple(labels.shape)}; expected a label for each token."
-                )
+        if labels is not None:
             labels = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)
             shard.setdefault("shift_labels", labels[..., 1:])
         begin = length // self.size * self.rank
         for name, value in [*shard.items()]:
             if isinstance(value, Tensor) and value.dim() > 1:
-                if value.shape[1] != length:
-                    sizes = tuple(value.shape)
-                    raise SettingsError(f"{where}, but {name!r} {sizes}; dim 1 must be the sequence in both.")
                 shard[name] = value[:, begin : begin + length // self.size].contiguous()
         return shard
 

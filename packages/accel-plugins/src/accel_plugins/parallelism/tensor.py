@@ -38,6 +38,7 @@ class TensorParallelStrategy(ShardedStrategy):
     keeps_sharded = True
 
     def setup(self) -> None:
+        super().setup()
         axes = axes_of(self.runtime, self.handlers)
         refuse_experts(axes.config)
         if axes.tensor is None:

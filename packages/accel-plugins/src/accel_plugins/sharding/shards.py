@@ -13,7 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_ops.weights.mapped import release
-from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
+from accel_plugins.full_parameters import (
+    FullParameters,
+    ParameterSource,
+    group_tied_names,
+    iter_gathered,
+    named_parameters_of,
+)
 from accel_plugins.sharding.state import (
     ABSENT,
     StateAllocator,
@@ -68,13 +74,17 @@ def shard_like(
         return torch.empty_like(full, device=target).copy_(full)
     if is_packed(like):
         return distribute_tensor(full.to(target), like.device_mesh, like.placements, src_data_rank=None)
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    region = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    empty = torch.empty(shape, dtype=full.dtype, device=target)
-    if keep_type:
-        local: Any = like.detach()
-        empty = torch.empty_like(local.to_local(), dtype=full.dtype, device=target)
-    return with_local(like, empty.copy_(full[region]))
+    part = full[_region(like, like.placements)]
+    options: dict[str, Any] = {"dtype": full.dtype, "device": target}
+    local: Any = like.detach()
+    empty = torch.empty_like(local.to_local(), **options) if keep_type else torch.empty(part.shape, **options)
+    return with_local(like, empty.copy_(part))
+
+
+def _region(shard: DTensor, placements: Any) -> tuple[slice, ...]:
+    """Return the indices of this rank's shard in the full tensor."""
+    shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def with_local(like: Any, local: Tensor) -> DTensor:
@@ -84,14 +94,6 @@ def with_local(like: Any, local: Tensor) -> DTensor:
     return DTensor(
         local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False
     )  # pyright: ignore[reportCallIssue] - FSDP does the same
-
-
-def group_tied_names(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
-    """Group the names of a state dict by value: tied weights have several."""
-    names: dict[int, list[str]] = {}
-    for name, value in state.items():
-        names.setdefault(id(value), []).append(name)
-    return [(tuple(group), state[group[0]]) for group in names.values()]
 
 
 def gather_full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
@@ -138,8 +140,7 @@ def write_shard(shard: DTensor, full: Tensor) -> None:
         return [row if getattr(row, "dim", None) in dims else Replicate() for row in placements]
 
     others = {*range(shard.dim())} - packed
-    shape, offset = compute_local_shape_and_global_offset(shard.shape, mesh, only(others))
-    region = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    region = full[_region(shard, only(others))]
     if not packed:
         region.copy_(local)
         return
@@ -330,13 +331,9 @@ def _copy_shard(full: Tensor, target: Any) -> Tensor:
     """
     if target.shape != full.shape:
         return full
-    local, region = target, ()
     if isinstance(target, DTensor):
-        local: Any = target.to_local()
-        shape, offset = compute_local_shape_and_global_offset(
-            target.shape, target.device_mesh, target.placements
-        )
-        region = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    local.copy_(full[region])
+        target.to_local().copy_(full[_region(target, target.placements)])
+    else:
+        target.copy_(full)
     release(full)
     return target
