@@ -128,7 +128,7 @@ def test_the_documented_fields_and_defaults_are_these_in_this_order(handler: typ
         (lambda: DataLoaderConfiguration(dispatch_batches="yes"), "dispatch_batches='yes'"),  # type: ignore[arg-type]
         (
             lambda: DataLoaderConfiguration(already_sharded=False, shard_iterable_dataset=False),
-            "contradict each other",
+            "already_sharded=False\\): expected None or True with shard_iterable_dataset=False",
         ),
         (lambda: DataLoaderConfiguration(data_seed="7"), "data_seed='7'.*integer"),  # type: ignore[arg-type]
         (lambda: ProjectConfiguration(total_limit=0), "total_limit=0"),

@@ -168,7 +168,7 @@ def test_without_the_option_nothing_is_handled(tmp_path):
 
 
 def test_what_cannot_be_saved_or_handled_is_refused(tmp_path):
-    with pytest.raises(SettingsError, match="needs automatic_checkpoint_naming=True"):
+    with pytest.raises(SettingsError, match="expected automatic_checkpoint_naming=True"):
         ProjectConfiguration(tmp_path, save_on_preemption=True)
     project = ProjectConfiguration(automatic_checkpoint_naming=True, save_on_preemption=True)
     with pytest.raises(SettingsError, match="needs a project_dir"):

@@ -180,11 +180,8 @@ class DataLoaderConfiguration:
 
     def __post_init__(self) -> None:
         expect_flags(self, "dispatch_batches", "already_sharded")
-        if self.already_sharded is False and not self.shard_iterable_dataset:
-            raise SettingsError(
-                "DataLoaderConfiguration(already_sharded=False, shard_iterable_dataset=False): the two "
-                "contradict each other for iterable datasets. Remove one of them."
-            )
+        agree = self.shard_iterable_dataset or self.already_sharded is not False
+        expect(self, "already_sharded", "None or True with shard_iterable_dataset=False", agree)
         expect(self, "data_seed", "an integer or None", isinstance(self.data_seed, int | None))
 
 
@@ -231,11 +228,8 @@ class ProjectConfiguration:
         expect_flags(self)
         expect_counts(self, "total_limit", optional=True)
         expect_counts(self, "iteration", least=0)
-        if self.save_on_preemption and not self.automatic_checkpoint_naming:
-            raise SettingsError(
-                "ProjectConfiguration(save_on_preemption=True) needs automatic_checkpoint_naming=True: "
-                "checkpoints are numbered, and the next start finds the newest by `has_checkpoint`."
-            )
+        is_numbered = self.automatic_checkpoint_naming or not self.save_on_preemption
+        expect(self, "save_on_preemption", "automatic_checkpoint_naming=True with it", is_numbered)
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | Path | None = None) -> None:

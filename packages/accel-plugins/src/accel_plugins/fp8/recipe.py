@@ -117,11 +117,9 @@ class AORecipeKwargs(KwargsHandler):
         is_function = self.module_filter_func is None or callable(self.module_filter_func)
         expect(self, "module_filter_func", "a function of a module and its name", is_function)
         tensorwise = self.config is None or self.config == "tensorwise"
-        if self.enable_fsdp_float8_all_gather and isinstance(self.config, str) and not tensorwise:
-            raise SettingsError(
-                f"AORecipeKwargs(config={self.config!r}, enable_fsdp_float8_all_gather=True): only weights "
-                "that are scaled tensorwise are all-gathered in 8 bits; remove one of the two."
-            )
+        can_gather = tensorwise or not isinstance(self.config, str) or not self.enable_fsdp_float8_all_gather
+        wanted = f"False or None with config={self.config!r}: weights scaled tensorwise alone are so gathered"
+        expect(self, "enable_fsdp_float8_all_gather", wanted, can_gather)
         if self.config is None or isinstance(self.config, str):
             resolve_fields(self, "fp8", {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": tensorwise})
             self.enable_fsdp_float8_all_gather = tensorwise and bool(self.enable_fsdp_float8_all_gather)
@@ -134,10 +132,8 @@ class AORecipeKwargs(KwargsHandler):
             return
         for name in flags:
             argument, configured = getattr(self, name), bool(getattr(self.config, name, False))
-            if argument is not None and bool(argument) != configured:
-                raise SettingsError(
-                    f"AORecipeKwargs({name}={argument!r}): the configuration says {configured!r}."
-                )
+            agrees = argument is None or bool(argument) == configured
+            expect(self, name, f"{configured!r}, as in config", agrees)
             setattr(self, name, configured)
 
     @property

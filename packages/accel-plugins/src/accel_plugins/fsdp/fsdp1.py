@@ -211,9 +211,9 @@ class Fsdp1Strategy(Strategy):
         # On the CPU there is nothing to offload, and FSDP1 would pin memory, which needs a driver.
         offload = plugin.cpu_offload if isinstance(plugin.cpu_offload, CPUOffload) and not on_cpu else None
         arguments = ("sharding_strategy", "auto_wrap_policy", "backward_prefetch", "limit_all_gathers")
-        options = {
-            name: getattr(plugin, name) for name in (*arguments, "forward_prefetch", "use_orig_params")
-        }
+        arguments += ("forward_prefetch", "use_orig_params")
+        options: dict[str, Any] = {name: getattr(plugin, name) for name in arguments}
+        options["mixed_precision"] = plugin.mixed_precision_policy
         try:
             with hang_monitor.collective_scope("prepare"), _suppress_warnings():
                 root = MonitoredFSDP(
@@ -222,7 +222,6 @@ class Fsdp1Strategy(Strategy):
                     ignored_states=ignored or None,
                     param_init_fn=init,
                     device_id=device,
-                    mixed_precision=plugin.mixed_precision_policy,
                     sync_module_states=sync and not on_cpu,
                     device_mesh=self.shard_mesh,
                     **options,

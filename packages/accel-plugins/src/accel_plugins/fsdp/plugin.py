@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from accel_plugins.fsdp.blocks import POLICIES, classes_named, size_policy
-from accel_plugins.kwargs import expect_flags, is_count, resolve_fields
+from accel_plugins.kwargs import expect, expect_counts, expect_flags, resolve_fields
 from accel_plugins.sharding.state import StateForm
 from accel_state import environ
 from accel_state.errors import SettingsError, did_you_mean
@@ -161,8 +161,7 @@ class FullyShardedDataParallelPlugin:
         # The launcher exports these from config files and its defaults even if the policy ignores them.
         unset = {name for name in _POLICY_OF if not getattr(self, name)}
         resolve_fields(self, "fsdp", _DEFAULTS)
-        if self.fsdp_version not in {1, 2}:
-            raise SettingsError(f"{self._field_of('fsdp_version')}: expected 1 or 2.")
+        expect(self, "fsdp_version", "1 or 2", self.fsdp_version in {1, 2})
         expect_flags(self)
         if isinstance(self.transformer_cls_names_to_wrap, str):
             names = str(self.transformer_cls_names_to_wrap).split(",")
@@ -184,11 +183,10 @@ class FullyShardedDataParallelPlugin:
                     "reduces gradients in the dtype of the sharded parameters, older versions in "
                     f"{policy.param_dtype}: set reduce_dtype to choose one."
                 )
-        if self.version == 2 and self.param_init_fn is not None:
-            raise SettingsError(
-                f"{self._field_of('param_init_fn')} with fsdp_version=2: materialise the model on rank 0 and "
-                "set cpu_ram_efficient_loading=True, or use fsdp_version=1."
-            )
+        wanted = (
+            "None with fsdp_version=2: materialise the model on rank 0, with cpu_ram_efficient_loading=True"
+        )
+        expect(self, "param_init_fn", wanted, self.version == 1 or self.param_init_fn is None)
         for name, policy in _POLICY_OF.items():
             if name not in unset and self.auto_wrap_policy != policy:
                 logger.warning("%s has no effect without auto_wrap_policy=%r.", self._field_of(name), policy)
@@ -245,11 +243,11 @@ class FullyShardedDataParallelPlugin:
             override: Whether to replace a policy that is set.
         """
         dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "no": None}
-        if isinstance(mixed_precision, str) and mixed_precision not in dtypes:
+        dtype = dtypes.get(mixed_precision, "") if isinstance(mixed_precision, str) else mixed_precision
+        if isinstance(dtype, str):
             raise SettingsError(
-                f"set_mixed_precision({mixed_precision!r}): expected one of {[*dtypes]} or a torch.dtype."
+                f"set_mixed_precision({mixed_precision!r}): expected a torch.dtype or {[*dtypes]}."
             )
-        dtype = dtypes[mixed_precision] if isinstance(mixed_precision, str) else mixed_precision
         if dtype is None or (self.mixed_precision_policy is not None and not override):
             return
         if self.version == 2:
@@ -268,11 +266,8 @@ class FullyShardedDataParallelPlugin:
             SettingsError: The policy is of the other version.
         """
         kind = MixedPrecisionPolicy if self.version == 2 else MixedPrecision
-        if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, kind):
-            raise SettingsError(
-                f"{self._field_of('mixed_precision_policy')}: with fsdp_version={self.version} it must be a "
-                f"{kind.__name__}."
-            )
+        wanted = f"a {kind.__name__} with fsdp_version={self.version}"
+        expect(self, "mixed_precision_policy", wanted, isinstance(self.mixed_precision_policy, kind | None))
 
     def set_state_dict_type(self, state_dict_type: StateDictType | str | None = None) -> None:
         """Set the form of checkpoints, and the two configurations that are not set.
@@ -326,11 +321,9 @@ class FullyShardedDataParallelPlugin:
             SettingsError: The policy is of the other version.
         """
         kind = OffloadPolicy if self.version == 2 else CPUOffload
-        if not isinstance(self.cpu_offload, kind):
-            raise SettingsError(
-                f"{self._field_of('cpu_offload')}: with fsdp_version={self.version} it must be True, False "
-                f"or a {'CPUOffloadPolicy' if self.version == 2 else 'CPUOffload'}."
-            )
+        name = "CPUOffloadPolicy" if self.version == 2 else "CPUOffload"
+        wanted = f"True, False or a {name} with fsdp_version={self.version}"
+        expect(self, "cpu_offload", wanted, isinstance(self.cpu_offload, kind))
 
     def _resolve_sharding(self) -> None:
         strategy, reshard = self.sharding_strategy, self.reshard_after_forward
@@ -360,25 +353,17 @@ class FullyShardedDataParallelPlugin:
         elif isinstance(reshard, (str, ShardingStrategy)):  # a strategy of version 1
             reshard = RESHARDS[member_of(ShardingStrategy, reshard, "reshard_after_forward")]
         self.reshard_after_forward = True if reshard is None else reshard
-        if not isinstance(self.reshard_after_forward, int):
-            raise SettingsError(
-                f"{self._field_of('reshard_after_forward')}: expected True, False or a number of ranks."
-            )
+        is_number = isinstance(self.reshard_after_forward, int)
+        expect(self, "reshard_after_forward", "True, False or a number of ranks", is_number)
 
     def _resolve_policy(self) -> None:
         policy = self.auto_wrap_policy
-        if isinstance(policy, str):
-            name = policy.lower()
-            if name not in POLICIES:
-                hint = did_you_mean(name, POLICIES, f"there are {[*POLICIES]}.")
-                raise SettingsError(f"{self._field_of('auto_wrap_policy')}: no such policy; {hint}")
-            self.auto_wrap_policy = name
-            if name == "size_based_wrap" and not is_count(self.min_num_params, least=0):
-                raise SettingsError(f"{self._field_of('min_num_params')}: expected an integer of 0 or more.")
-        elif not callable(policy):
-            raise SettingsError(
-                f"{self._field_of('auto_wrap_policy')}: expected a function or one of {[*POLICIES]}."
-            )
+        policy = policy.lower() if isinstance(policy, str) else policy
+        wanted = f"a function or one of {[*POLICIES]}"
+        expect(self, "auto_wrap_policy", wanted, callable(policy) or policy in POLICIES)
+        self.auto_wrap_policy = policy
+        if policy == "size_based_wrap":
+            expect_counts(self, "min_num_params", least=0)
 
     def _field_of(self, name: str) -> str:
         return f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r})"

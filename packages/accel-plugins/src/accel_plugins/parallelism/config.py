@@ -118,10 +118,8 @@ class DeepSpeedSequenceParallelConfig:
         _resolve(self)
         if self.sp_seq_length_is_variable is None:
             self.sp_seq_length_is_variable = self.sp_seq_length is None
-        if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
-            raise SettingsError(
-                "DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False): give sp_seq_length."
-            )
+        is_known = self.sp_seq_length_is_variable or self.sp_seq_length is not None
+        expect(self, "sp_seq_length_is_variable", "True without sp_seq_length: give that", is_known)
 
 
 @dataclass
@@ -216,13 +214,10 @@ class TorchPipelineParallelConfig:
         schedule = next((name for name in _STAGES_PER_RANK if name.lower() == wanted), None)
         expect(self, "pp_schedule", f"one of {[*_STAGES_PER_RANK]}", schedule is not None)
         self.pp_schedule, expected = schedule, _STAGES_PER_RANK[str(schedule)]
-        if self.pp_stages_per_rank is None:
-            self.pp_stages_per_rank = expected
-        elif self.pp_stages_per_rank != expected and self.pp_schedule not in _LOOPED:
-            raise SettingsError(
-                f"TorchPipelineParallelConfig(pp_stages_per_rank={self.pp_stages_per_rank!r}): the schedule "
-                f"{self.pp_schedule!r} has {expected} for each rank; {[*_LOOPED]} take other numbers."
-            )
+        self.pp_stages_per_rank = self.pp_stages_per_rank or expected
+        wanted = f"{expected} with the schedule {self.pp_schedule!r}; {[*_LOOPED]} take other numbers"
+        fits = self.pp_stages_per_rank == expected or self.pp_schedule in _LOOPED
+        expect(self, "pp_stages_per_rank", wanted, fits)
         if isinstance(self.pp_split_points, str):
             self.pp_split_points = [name.strip() for name in self.pp_split_points.split(",")]
 
@@ -307,19 +302,16 @@ class ParallelismConfig:
             handler = getattr(self, name)
             if handler is None and self.sizes[axis] > 1 and (axis != "sp" or self.sp_backend != "torch"):
                 setattr(self, name, kind())
-            elif handler is not None and not isinstance(handler, kind):
-                raise SettingsError(f"ParallelismConfig({name}={handler!r}): expected a {kind.__name__}.")
+            else:
+                expect(self, name, f"a {kind.__name__}", isinstance(handler, kind | None))
         conflict = find_axes_conflict({**self.sizes, "ep": self.ep_size})
         if conflict is not None:
             *axes, reason = conflict
             sizes = ", ".join(f"{axis}_size={getattr(self, f'{axis}_size')!r}" for axis in axes)
             raise SettingsError(f"ParallelismConfig({sizes}): {reason}; set one of the two to 1.")
         inside = self.total_size // self.sizes["dp_replicate"] // self.sizes["pp"]
-        if inside % (self.ep_size or 1):
-            raise SettingsError(
-                f"ParallelismConfig(ep_size={self.ep_size!r}): {self!r} has {inside} ranks in one stage of a "
-                "replica; choose a divisor of dp_shard_size x cp_size x sp_size x tp_size."
-            )
+        wanted = f"a divisor of dp_shard_size x cp_size x sp_size x tp_size = {inside}"
+        expect(self, "ep_size", wanted, inside % (self.ep_size or 1) == 0)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}_size={size}" for axis, size in self.sizes.items())
@@ -664,7 +656,7 @@ def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> Paral
                 f"TorchTensorParallelPlugin(torch_device_mesh={mesh!r}): expected axes named {[*AXES]}, in "
                 "this order, with the ranks in ascending order."
             )
-        sizes = dict.fromkeys(AXES, 1) | dict(zip(names, mesh.shape, strict=True))
+        sizes: dict[str, Any] = dict.fromkeys(AXES, 1) | dict(zip(names, mesh.shape, strict=True))
         config = ParallelismConfig(**{f"{axis}_size": size for axis, size in sizes.items()})
         config.device_mesh = mesh
         return config

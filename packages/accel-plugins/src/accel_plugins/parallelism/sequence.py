@@ -78,8 +78,8 @@ class SequenceShard:
             )
         shard = cast("MutableMapping[str, Any]", copy.copy(batch))
         tokens: Tensor = shard[_KEY]
-        shape = tuple(tokens.shape)
-        length, labels = tokens.shape[-1], shard.pop("labels", None)
+        shape, labels = tokens.shape, shard.pop("labels", None)
+        length = shape[-1]
         problem = None
         if len(shape) < 2:
             problem = "expected [rows, length]"
@@ -95,7 +95,9 @@ class SequenceShard:
             if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] != shape[-1]:
                 problem = problem or f"{name!r} {tuple(value.shape)}; dim 1 must be the sequence in both"
         if problem is not None:
-            raise SettingsError(f"sp_size={self.size}: {_KEY!r} of a batch has the shape {shape}: {problem}.")
+            raise SettingsError(
+                f"sp_size={self.size}: {_KEY!r} of a batch has the shape {tuple(shape)}: {problem}."
+            )
         if "position_ids" not in shard:
             shard["position_ids"] = _positions(shard, length, tokens.device).expand(shape[0], length)
         if labels is not None:
