@@ -201,7 +201,7 @@ def test_split_batches_is_that_of_the_loader_configuration():
     assert Accelerator(cpu=True, split_batches=True).dataloader_config.split_batches
     config = DataLoaderConfiguration(split_batches=True)
     assert Accelerator(cpu=True, split_batches=True, dataloader_config=config).split_batches
-    with pytest.raises(SettingsError, match="already_sharded=False"):
+    with pytest.raises(SettingsError, match="contradict each other"):
         Accelerator(split_batches=False, dataloader_config=config)
 
 
