@@ -111,7 +111,10 @@ def test_a_strategy_of_version_1_says_what_version_2_does(given: Any, strategy: 
             r"no 'parameter_dtype'; did you mean 'param_dtype'",
         ),
         ({"mixed_precision_policy": {"param_dtype": "bf17"}}, r"'bf17'.*no such dtype"),
-        ({"mixed_precision_policy": MixedPrecision()}, r"expected a MixedPrecisionPolicy with fsdp_version=2"),
+        (
+            {"mixed_precision_policy": MixedPrecision()},
+            r"expected a MixedPrecisionPolicy with fsdp_version=2",
+        ),
         ({"cpu_offload": CPUOffload()}, r"expected True, False or a CPUOffloadPolicy"),
         ({"param_init_fn": len}, r"cpu_ram_efficient_loading"),
         ({"activation_checkpointing": "yes"}, r"activation_checkpointing='yes'\): expected True or False"),
