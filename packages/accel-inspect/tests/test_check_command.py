@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.launch.hosts import HostDevices
 from accel_cli.main import main
-from accel_inspect.check.command import find_problems, fp8_refusals
+from accel_inspect.check.command import find_problems
 from accel_inspect.check.record import RankRecord
 from accel_inspect.estimate.memory import Estimate
 from accel_inspect.trial import RankTask, environ_on_cpu, run_script
@@ -33,38 +32,6 @@ def test_another_number_of_processes_in_the_config_is_reported():
     )
     problem = "key num_processes of c.yaml is 4, but --world is 8."
     assert find_problems([RankRecord(rank=0)], merged, 8, None) == [problem]
-
-
-@pytest.mark.parametrize(
-    ("backend", "use_cpu", "machine", "parts"),
-    [
-        (
-            "TE",
-            True,
-            {},
-            ["key mixed_precision of c.yaml", "TransformerEngine trains on", "not 'cpu'", "'AO'"],
-        ),
-        ("AO", True, {"fp8_backends": ()}, ["needs torchao", "pip install"]),
-        (None, False, {"gpus": 1, "capability": lambda: (8, 0)}, ["8.9 or newer", "has 8.0", "'bf16'"]),
-        ("TE", False, {"gpus": 1, "fp8_backends": ("AO",)}, ["needs TransformerEngine", "pip install"]),
-        ("TE", False, {"fp8_backends": ()}, []),  # the job runs elsewhere
-        ("TE", False, {"gpus": 1, "capability": lambda: (9, 0)}, []),
-        ("AO", True, {}, []),
-    ],
-)
-def test_fp8_that_the_devices_of_the_job_cannot_compute_is_a_problem(backend, use_cpu, machine, parts):
-    values = {"precision.mixed_precision": "fp8", "fp8.backend": backend, "process.use_cpu": use_cpu}
-    merged = merge_layers(
-        {
-            path: SourcedValue(
-                value=value, layer=Layer.FILE, origin=f"key {path.rpartition('.')[2]} of c.yaml"
-            )
-            for path, value in values.items()
-        }
-    )
-    problems = fp8_refusals(merged, HostDevices(**{"gpus": 0, "cores": 8, **machine}))
-    assert len(problems) == bool(parts)
-    assert all(part in problem for problem in problems for part in parts), problems
 
 
 def test_a_rank_is_on_the_cpu_and_has_its_variables():

@@ -10,9 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accel_cli.launch.checks import find_fp8_problem
-from accel_cli.launch.hosts import HostDevices, probe_devices
-from accel_cli.launch.plan import LaunchPlan, uses_cpu
 from accel_cli.output import Table, redact, show, working, write_html
 from accel_inspect.check.record import (
     RankRecord,
@@ -59,8 +56,6 @@ def run(options: Namespace) -> int:
         for rank, record in zip(ranks, left, strict=True)
     ]
     problems = find_problems(records, merged, world, options.memory)
-    if merged.settings.precision.mixed_precision == "fp8":
-        problems = [*fp8_refusals(merged, probe_devices(variables, ask_torch=False)), *problems]
     shown = [f"problem: {problem}" for problem in problems]
     report = _report(records, shown, merged, options.memory)
     if options.html is not None:
@@ -87,17 +82,6 @@ def find_problems(records: Sequence[RankRecord], merged: Merged, world: int, mem
         origin = merged.source_of("launch.num_processes").origin
         problems.append(f"{origin} is {num_processes}, but --world is {world}.")
     return problems
-
-
-def fp8_refusals(merged: Merged, machine: HostDevices) -> tuple[str, ...]:
-    """Explain why `accel launch` would refuse the requested FP8, if the devices of the job are known.
-
-    The job's devices are those of this machine, unless it has no GPU and the job does not run on a CPU.
-    """
-    facts = LaunchPlan(merged=merged, machine=machine, environ={})
-    is_known = uses_cpu(merged) or (facts.is_local and machine.gpus > 0)
-    problem = find_fp8_problem(merged, machine) if is_known else None
-    return () if problem is None else (problem,)
 
 
 def _ranks(options: Namespace, world: int) -> tuple[int, ...]:
@@ -127,7 +111,6 @@ def _report(
         for (name, where), sizes in files.items()
     )
     head, title = ("file", "size", "by rank", "where"), "checkpoint files of the checked ranks"
-    fp8 = sorted({record.fp8 for record in records} - {""})
     return [
         "settings that differ from the defaults:",
         *(settings or ["  none"]),
@@ -135,7 +118,6 @@ def _report(
         _ranks_table(records, memory),
         *(["", Table(title=title, head=head, rows=written)] if written else []),
         "",
-        *map(_FP8.format, fp8),
         *([_NO_MEMORY] if any(record.memory is None for record in records) else []),
         *(problems or [_NO_PROBLEM]),
     ]
@@ -153,19 +135,14 @@ def _list(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-_FP8 = "FP8 with {}: matrices are multiplied in 8 bits. Stored tensors take the same memory as with bf16."
 _NO_MEMORY = "Memory is known once a model is prepared. That of Megatron is not estimated."
 _NO_PROBLEM = (
     "No problem was found. Values were made up (numbers are one, masks select all), so branches "
     "that depend on values may differ in a real run."
 )
-_LARGE_BYTES = 1_000_000_000
-"""Host memory from which on it has a column."""
 
 
 def _ranks_table(records: Sequence[RankRecord], memory: int | None) -> Table:
-    is_host_shown = any(record.memory and record.memory.host >= _LARGE_BYTES for record in records)
-
     def row(record: RankRecord) -> tuple[str, ...]:
         strategy, device, host, fit = "-", "-", "-", "-"
         if (needed := record.memory) is not None:
@@ -173,11 +150,9 @@ def _ranks_table(records: Sequence[RankRecord], memory: int | None) -> Table:
             if memory is not None:
                 fit = "fits" if fits(needed, memory) else "too large"
         result = "failed" if record.stopped else "passed"
-        shown_host = (host,) if is_host_shown else ()
-        return (str(record.rank), result, strategy, str(len(record.events)), device, *shown_host, fit)
+        return (str(record.rank), result, strategy, str(len(record.events)), device, host, fit)
 
-    host = ("main memory",) if is_host_shown else ()
-    head = ("rank", "result", "strategy", "collectives", "memory", *host, "verdict")
+    head = ("rank", "result", "strategy", "collectives", "memory", "main memory", "verdict")
     return Table(head=head, rows=tuple(map(row, records)))
 
 
@@ -190,8 +165,6 @@ def _as_json(records: Sequence[RankRecord], problems: Sequence[str], merged: Mer
             "files": {file.name: file.nbytes for file in record.files},
             "memory": None,
         }
-        if record.fp8:
-            about["fp8"] = record.fp8
         if (needed := record.memory) is not None:
             about |= {"strategy": needed.strategy, "memory": needed.device, "host memory": needed.host}
             about["parts"] = dict(needed.parts)

@@ -46,7 +46,7 @@ def install(recorder: CollectiveRecorder, task: RankTask) -> None:
     collectives.in_place_of_group = RankAlone(recorder=recorder, rank=task.rank, world_size=task.world)
     replace_names("accel_plugins.parallelism.experts", exchange_counts=_share_experts_evenly)
     patch_pipelines(recorder)
-    _patch_recipes(recorder)
+    _patch_recipes()
     _patch_storage(recorder)
     observing.observer = observer = CheckObserver(recorder, task.batches)
     _patch_loaders(recorder, observer)
@@ -203,15 +203,13 @@ class RankAlone(collectives.SingleCollectives):
         self.recorder.record("wait_for_everyone")
 
 
-def _patch_recipes(recorder: CollectiveRecorder) -> None:
+def _patch_recipes() -> None:
     """Count torchao as on a GPU, and TransformerEngine as bfloat16: it stores what that stores."""
     choose: Any = pkgutil.resolve_name("accel_plugins.fp8.build.choose_backend")
     config_of: Any = pkgutil.resolve_name("accel_plugins.fp8.ao.config_of")
 
     def choose_backend(named: str | None, device: Any, **options: Any) -> Any:
-        backend = BY_NAME[named] if named == "TE" else choose(named, device, **options)
-        recorder.fp8 = backend.title
-        return backend
+        return BY_NAME[named] if named == "TE" else choose(named, device, **options)
 
     def config_without_emulation(handler: Any, *args: Any, **options: Any) -> Any:
         config = config_of(handler, *args, **options)

@@ -27,7 +27,6 @@ def main(task: RankTask) -> RankRecord:
     return RankRecord(
         rank=task.rank,
         memory=_memory_of(recorder, task.world),
-        fp8=recorder.fp8,
         events=tuple(recorder.events),
         files=tuple(recorder.files),
         loaders=tuple(recorder.loaders.values()),

@@ -67,14 +67,12 @@ class RankRecord:
     Args:
         memory: As tracked, or an estimate if its strategy's code did not run; None without a model, and under
             Megatron.
-        fp8: The title of the library that multiplies matrices in 8 bits; empty if none does.
         loaders: Its prepared loaders, in order.
         stopped: Why and where the script stopped early; empty if it completed.
     """
 
     rank: int
     memory: Estimate | None = None
-    fp8: str = ""
     events: tuple[RecordedCollective, ...] = ()
     files: tuple[File, ...] = ()
     loaders: tuple[LoaderRecord, ...] = ()

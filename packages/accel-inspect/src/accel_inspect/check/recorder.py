@@ -42,7 +42,6 @@ class CollectiveRecorder:
         setup: What the estimate needs to know of it.
         is_sharded: Whether models are sharded as in training, so that their tracked memory is the rank's.
         is_offloaded: Whether parameters, gradients and optimizer states are on the host.
-        fp8: The title of the library that would multiply matrices in 8 bits.
         tracker: Tracks the memory of the rank, from the first prepared model on.
         is_on_real_tensors: Whether tensors are currently real.
         is_silent: Whether collectives belong to one that is recorded already.
@@ -58,7 +57,6 @@ class CollectiveRecorder:
     setup: dict[str, Any] = field(default_factory=dict[str, Any])
     is_sharded: bool = False
     is_offloaded: bool = False
-    fp8: str = ""
     is_on_real_tensors: bool = False
     is_silent: bool = False
     stage: int | None = None

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.lr_scheduler import LambdaLR
 
 from accel_inspect.check.recorder import CollectiveRecorder, nbytes_of
-from accel_inspect.estimate.memory import ADAM, MASTER, Buckets
+from accel_inspect.estimate.memory import Buckets
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
@@ -32,7 +32,7 @@ from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.strategy import batch_sharding, groups_of
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.precision import EnginePrecision
-from accel_plugins.sharding.state import StateForm, local_metadata_file, shard_file
+from accel_plugins.sharding.state import StateForm, local_metadata_file
 from accel_plugins.strategy import Bundle, Feature, Strategy, StrategySpec
 from accel_plugins.unsharded import States, check_materialised
 from accel_state.accelerator_state import AcceleratorState
@@ -139,26 +139,20 @@ def _fake_like(leaf: Any) -> Any:
 
 
 class EngineStates(States):
-    """The checkpoints of an engine whose own code does not run: bytes of this rank's files, by name."""
+    """The checkpoints of an engine whose own code does not run: the folder of its files."""
 
     is_sharded = True
 
-    def __init__(self, form: StateForm, files: Callable[[nn.Module, int], Mapping[str, int]]) -> None:
-        self._form, self._files = form, files
+    def __init__(self, form: StateForm, folder_name: Callable[[int], str]) -> None:
+        self._form, self._folder_name = form, folder_name
 
     def form(self) -> StateForm:
         """Return the form that `save_state` would write; shards are files of the engine here."""
         return StateForm.FULL if self._form is StateForm.FULL else StateForm.NATIVE
 
     def save_native(self, model: nn.Module, directory: Path, index: int, *, write: Any = torch.save) -> None:
-        for name, nbytes in self._files(model, index).items():
-            write(torch.empty(nbytes, dtype=torch.uint8), directory / name)
-
-
-def _elements(model: nn.Module) -> tuple[int, int]:
-    """Return the elements of all parameters, and of the trained ones."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+        del model
+        write(None, directory / self._folder_name(index))
 
 
 class FakeStrategy(Strategy):
@@ -201,18 +195,11 @@ class FakeFsdp1(FakeStrategy):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         plugin = self.handler(FullyShardedDataParallelPlugin)
-        self.states = EngineStates(form_of(plugin), self._files)
+        self.states = EngineStates(form_of(plugin), layout.sharded_model_name)
         sharding = getattr(plugin.sharding_strategy, "name", "")
         is_offloaded = getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)
         names = {"NO_SHARD": "DDP", "SHARD_GRAD_OP": "FSDP2, gathered once"}
         self.recorder.counted_as = "FSDP2, offloaded" if is_offloaded else names.get(sharding, "FSDP2")
-
-    def _files(self, model: nn.Module, index: int) -> dict[str, int]:
-        topology, (weights, trained) = self.runtime.topology, _elements(model)
-        folders = {layout.sharded_model_name(index): MASTER * weights}
-        folders[layout.sharded_optimizer_name(index)] = ADAM * trained
-        shard = shard_file(topology.rank)
-        return {f"{folder}/{shard}": nbytes // topology.world_size for folder, nbytes in folders.items()}
 
 
 class FakeDeepSpeed(FakeStrategy):
@@ -227,7 +214,7 @@ class FakeDeepSpeed(FakeStrategy):
         name = self.plugin.mixed_precision
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         self.precision = EnginePrecision(name=name, device_type=self.runtime.device.type)
-        self.states = EngineStates(StateForm.NATIVE, self._files)
+        self.states = EngineStates(StateForm.NATIVE, layout.engine_name)
         keys = (f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param"))
         optimizer, weights = (self.plugin.get_value(key, None) not in {None, "none"} for key in keys)
         weights = weights if self.stage == 3 else optimizer
@@ -263,23 +250,6 @@ class FakeDeepSpeed(FakeStrategy):
         ]
         models = [model if self.dtype is None else model.to(self.dtype) for model in bundle.models]
         return _with_real_schedulers(replace(bundle, models=models, optimizers=optimizers), DummyScheduler)
-
-    def _files(self, model: nn.Module, index: int) -> dict[str, int]:
-        """Return the files of DeepSpeed's engines (`accel_plugins.deepspeed.folder`)."""
-        rank, ranks = self.runtime.topology.rank, self.runtime.topology.world_size
-        folder, (elements, trained) = layout.engine_name(index), _elements(model)
-        weights = (MASTER if self.dtype is None else 2) * elements
-        files: dict[str, int] = {}
-        if self.stage == 3:
-            files[f"{folder}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = weights // ranks
-        elif rank == 0:
-            states = 0 if self.stage else ADAM * trained
-            files[f"{folder}/mp_rank_00_model_states.pt"] = weights + states
-        if self.stage:
-            kind = "bf16_" if self.dtype == torch.bfloat16 else ""
-            name = f"{kind}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-            files[f"{folder}/{name}"] = (MASTER + ADAM) * trained // ranks
-        return files
 
 
 class FakeMegatron(FakeStrategy):

@@ -38,8 +38,6 @@ def run(options: Namespace) -> int:
         show(as_json(records, diagnoses))
     else:
         show(*(str(diagnosis) for diagnosis in diagnoses if diagnosis.differs or not options.quiet))
-        if not options.quiet:
-            show(durations(records, options))
     return int(any(diagnosis.differs for diagnosis in diagnoses))
 
 
@@ -82,17 +80,6 @@ def run_all(options: Namespace, world: int, folder: str, variables: Mapping[str,
             for rank, record in enumerate(left)
         ]
     return records
-
-
-def durations(records: Records, options: Namespace) -> str:
-    """Describe what was run and how long it took."""
-    seconds = {name: max(record.seconds for record in of_run) for name, of_run in records.items()}
-    cut = f", its lists of layers cut to {options.blocks}" if options.blocks else ""
-    return (
-        f"{len(records[RANKS])} ranks of {records[RANKS][0].strategy or 'no strategy'}{cut}:"
-        f" {seconds[RANKS]:.1f} s; on one process with the same batches {seconds[ONE]:.1f} s, as it is"
-        f" {seconds[PLAIN]:.1f} s. Dropout was off; generators were seeded before the script."
-    )
 
 
 def as_json(records: Records, diagnoses: Sequence[Diagnosis]) -> str:

@@ -134,9 +134,9 @@ def _trace(model: Any, options: Namespace) -> tuple[MemoryPeak, ...]:
             f"argument --batch_size: {options.model_name!r} has no transformers configuration, which "
             "the passes need. Remove --batch_size."
         )
-    enable: Any = next((getattr(model, name) for name in _CHECKPOINTING if hasattr(model, name)), None)
-    is_supported = enable is not None and getattr(model, "supports_gradient_checkpointing", False)
-    if options.gradient_checkpointing and is_supported:
+    enable = next((getattr(model, name) for name in _CHECKPOINTING if hasattr(model, name)), None)
+    is_supported = getattr(model, "supports_gradient_checkpointing", False)
+    if options.gradient_checkpointing and is_supported and enable is not None:
         enable({"use_reentrant": False, "preserve_rng_state": False})
         model.config.use_cache = False
     dtype = None if options.mixed_precision == "no" else torch.bfloat16
