@@ -185,13 +185,8 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_before_it_begins():
         refused(SettingsError, "together", models=[], optimizers=[foreign])
         refused(UnsupportedError, "one model with one optimizer", models=[first, second])
         zero = {"stage": 2}
-        refused(
-            SettingsError,
-            "(?s)reduce_buckets",
-            hf_ds_config={"zero_optimization": {**zero, "reduce_buckets": 1}},
-        )
         config = {"zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-        refused(SettingsError, "optimizer=.*SGD.*DummyOptim", hf_ds_config=config)
+        refused(SettingsError, "got SGD.*optimizer=.*remove it there", hf_ds_config=config)
         refused(SettingsError, r"train_batch_size is 5 .* but 4 by", hf_ds_config={"train_batch_size": 5})
         refused(SettingsError, "'Linera'; it has Linear", zero_stage=3, transformer_moe_cls_names="Linera")
 
@@ -215,8 +210,6 @@ def test_steps_that_an_engine_cannot_do_are_refused():
             strategy.step(optimizer, lambda: 0.0)
         with pytest.raises(UnsupportedError, match="gradient"):
             strategy.backward(engine(torch.ones(1, 3)), accumulation=1, sync=True, gradient=torch.ones(1, 1))
-        with pytest.raises(SettingsError, match="does not belong to the model"):
-            strategy.step(torch.optim.SGD(make_model().parameters(), lr=0.1))
         with pytest.raises(UnsupportedError, match="CLIP_GRAD_VALUE"):
             strategy.require(Feature.CLIP_GRAD_VALUE, "clip_grad_value_()")
         second = make_model()

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from accel_plugins.megatron.checks import check_model
 from accel_plugins.megatron.families import find_family
-from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_plugins.megatron.plugin import MegatronLMPlugin, check_model
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
 from extending.installed import install, installed

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine does besides plain steps: loss scaling, experts, its own files, norms, disks."""
+"""What DeepSpeed's engine does besides plain steps: loss scaling, experts, its own files, norms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from accel_plugins.deepspeed.library import ds_module
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 from accel_train import Accelerator
 from harness import distributed
 from harness.engines import deepspeed_process
@@ -106,7 +106,7 @@ def test_a_precision_that_the_device_does_not_have_is_refused_on_every_rank():
         device = ds_module("accelerator").get_accelerator()
         patch.setattr(type(device), "is_fp16_supported", lambda self: False)
         with (
-            pytest.raises(UnsupportedError, match=r"mixed_precision='fp16'.*'cpu' devices.*'bf16'"),
+            pytest.raises(ValueError, match="fp16 is not supported on your device"),
             prepared({"zero_stage": 2}, make_model(), mixed_precision="fp16"),
         ):
             pass
@@ -234,23 +234,6 @@ def test_the_engine_tells_the_norm_of_the_gradients_that_its_configuration_clips
             assert wrapper.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
         for name, value in whole(accelerator, engine).items():
             torch.testing.assert_close(value, right.state_dict()[name], rtol=0, atol=1e-6)
-
-
-@distributed(world_size=WORLD)
-def test_a_disk_without_the_library_for_it_is_refused_on_every_rank(tmp_path):
-    folder = {"nvme_path": str(tmp_path), "device": "nvme"}
-    with deepspeed_process(), pytest.MonkeyPatch.context() as patch:
-        # With the library, DeepSpeed would compile for minutes.
-        builder = ds_module("accelerator").get_accelerator().get_op_builder("AsyncIOBuilder")
-        patch.setattr(builder, "is_compatible", lambda self, verbose=False: False)
-        for what in ("optimizer", "param"):
-            config = {"zero_optimization": {**DIVIDE_ALL, f"offload_{what}": folder}}
-            with (
-                pytest.raises(MissingDependencyError, match=rf"offload_{what}_device='nvme'.*libaio-dev"),
-                prepared({"hf_ds_config": config}, make_model()),
-            ):
-                pass
-    assert not [*tmp_path.iterdir()]
 
 
 @distributed(world_size=WORLD)

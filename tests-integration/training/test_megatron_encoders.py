@@ -158,12 +158,6 @@ def check_equal(name, options):
         pytest.param("t5", {"tp_degree": 2, "num_micro_batches": 2}, marks=pytest.mark.thorough),
         ("t5", {"tp_degree": 2, "sequence_parallelism": True}),
         ("gated t5", {"use_distributed_optimizer": True}),
-        pytest.param(
-            "t5",
-            {"tp_degree": 2, "recompute_granularity": "full", "num_micro_batches": 2},
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param("gated t5", {"recompute_activations": True}, marks=pytest.mark.thorough),
     ],
     ids=str,
 )
@@ -187,6 +181,10 @@ def test_what_megatron_does_not_compute_of_an_encoder_is_refused():
             accelerator.prepare(make_t5())
         assert "\n" not in str(caught.value)
         assert not core("parallel_state").model_parallel_is_initialized()
+        accelerator.free_memory()
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(recompute_activations=True))
+        with pytest.raises(UnsupportedError, match=r"'t5'.* recompute_granularity='selective'"):
+            accelerator.prepare(make_t5())
         accelerator.free_memory()
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
         model = make_bert(BertForMaskedLM)

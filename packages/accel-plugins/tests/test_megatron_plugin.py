@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from accel_plugins.megatron.arguments import add_model_config_to_megatron_parser, scheduler_arguments
-from accel_plugins.megatron.checks import data_parallel_size
 from accel_plugins.megatron.data import (
     MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler,
@@ -19,7 +17,13 @@ from accel_plugins.megatron.data import (
     num_samples,
 )
 from accel_plugins.megatron.library import core
-from accel_plugins.megatron.plugin import DEFAULTS, MegatronLMPlugin
+from accel_plugins.megatron.plugin import (
+    DEFAULTS,
+    MegatronLMPlugin,
+    add_model_config_to_megatron_parser,
+    data_parallel_size,
+    scheduler_arguments,
+)
 from accel_plugins.megatron.train_steps import avg_losses_across_data_parallel_group
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
 from accel_state.libraries import is_installed
@@ -438,7 +442,7 @@ class Words:
 @needs_megatron
 def test_options_of_data_sets_that_are_unknown_or_missing_are_refused(corpus):
     plugin = MegatronLMPlugin(train_samples=40)
-    with pytest.raises(SettingsError, match=r"path_to_cach=.*did you mean 'path_to_cache'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'path_to_cach'"):
         provider_of(corpus, plugin, path_to_cach="x")((1, 1, 1))
     with pytest.raises(SettingsError, match="micro_batch_size"):
         num_samples(MegatronLMPlugin(train_samples=40))

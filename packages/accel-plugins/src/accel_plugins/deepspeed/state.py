@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from itertools import count, islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,9 +21,16 @@ from accel_plugins.deepspeed.library import (
     is_sharded,
     plain_masters,
 )
-from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
+from accel_plugins.full_parameters import FullParameters, named_parameters_of
 from accel_plugins.sharding.shards import group_tied_names
-from accel_plugins.sharding.state import StateAllocator, StateForm, names_to_indices, state_by_name
+from accel_plugins.sharding.state import (
+    StateAllocator,
+    StateForm,
+    allocator_like,
+    check_groups,
+    names_to_indices,
+    state_by_name,
+)
 from accel_plugins.strategy import StateDict
 from accel_plugins.unsharded import States, Write, load_in_place
 from accel_state.errors import CheckpointError, UnsupportedError, some_of
@@ -78,13 +84,9 @@ class DeepSpeedStates(States):
             full: Any = value
             if isinstance(value, Tensor):
                 full = masters.gather(value)
-                if full is not None:
-                    full = _on_host(full) if keep else None
-                elif is_sharded(value):
-                    with GatheredParameters([value]):
-                        full = _on_host(value.detach().clone()) if keep else None
-                elif keep:
-                    full = _on_host(value) if to_host else value.detach()
+                with GatheredParameters([value] if full is None else []):
+                    full = value.detach() if full is None else full
+                    full = full.to("cpu", copy=is_sharded(value)) if keep and to_host else full
             yield dict.fromkeys(names, full) if keep else {}
             del full  # It is freed before the next tensor is gathered.
 
@@ -100,10 +102,15 @@ class DeepSpeedStates(States):
     def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
         module = self._module_of(model)
         if module is None:
-            return super().iter_full_parameters(model, request)
-        named = named_parameters_of(module.state_dict(keep_vars=True))
-        sources = [_source(names, parameter) for names, parameter in named]
-        return iter_gathered(sources, request, self.strategy.runtime.device)
+            yield from super().iter_full_parameters(model, request)
+            return
+        for names, parameter in named_parameters_of(module.state_dict(keep_vars=True)):
+            if any(map(request.selects, names)):
+                with GatheredParameters([parameter]):
+                    dtype = request.dtype_of(parameter.dtype)
+                    full = parameter.detach().to(dtype, copy=is_sharded(parameter))
+                for name in names if request.keep else ():
+                    yield name, full
 
     @torch.no_grad()
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
@@ -156,6 +163,12 @@ class DeepSpeedStates(States):
 
     # Optimizers: an engine has one.
 
+    def _names(self) -> list[list[str]]:
+        """Return the names of the optimizer's parameters, group by group."""
+        owner = self.strategy.wrapper
+        names = {id(value): name for name, value in owner.engine.module.named_parameters()}
+        return [[names[id(tensor)] for tensor in group] for group in owner.groups]
+
     @torch.no_grad()
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
@@ -166,80 +179,38 @@ class DeepSpeedStates(States):
         outer = owner.optimizer
         if not is_flattened(outer):
             return getattr(outer, "optimizer", outer).state_dict() if keep else {}
-        numbers, flat_states = count(), outer.optimizer.state
-        groups = [
-            {**group, "params": [*islice(numbers, len(tensors))]}
-            for tensors, group in zip(owner.groups, outer.optimizer.param_groups, strict=False)
-        ]
-        states: dict[int, Any] = {}
-        for group, index, tensor in _trained(owner):
-            flat = next((flat for flat in _flats(owner, group) if flat in flat_states), None)
-            if flat is None:
-                continue
+        flat_states, states, names = outer.optimizer.state, dict[str, Any](), self._names()
+        for group, name, tensor in _trained(owner, names):
+            flat: Any = next((flat for flat in _flats(owner, group) if flat in flat_states), None)
             entry: dict[str, Any] = {}
-            for name, value in flat_states[flat].items():
+            for key, value in flat_states.get(flat, {}).items():
                 if not _is_flat(value):  # Each parameter has its own step.
-                    entry |= {} if value is None else {name: copy.deepcopy(value)}
+                    entry |= {} if value is None else {key: copy.deepcopy(value)}
                     continue
                 if value.shape != flat.shape:
                     raise UnsupportedError(
-                        f"The optimizer's state {name!r} has shape {tuple(value.shape)} for parameters that "
+                        f"The optimizer's state {key!r} has shape {tuple(value.shape)} for parameters that "
                         "DeepSpeed has flattened into one, and cannot be split by parameter. Save the "
                         "engine's own folder."
                     )
-                full = ds_module("utils").safe_get_full_optimizer_state(tensor, name)
-                entry[name] = _on_host(full) if keep else None
-            states |= {index: entry} if keep and entry else {}
-        return {"state": states, "param_groups": groups} if keep else {}
+                full = ds_module("utils").safe_get_full_optimizer_state(tensor, key)
+                entry[key] = full.detach().cpu() if keep else None
+            states |= {name: entry} if entry else {}
+        groups = [*outer.optimizer.param_groups]
+        return names_to_indices({"state": states, "param_groups": groups}, names) if keep else {}
 
-    @torch.no_grad()
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
         """Load an optimizer's full state dict, the same on every rank."""
-        del optimizer, models
-        owner = self.strategy.wrapper
-        outer = owner.optimizer
-        if not is_flattened(outer):
-            load_in_place(getattr(outer, "optimizer", outer), state)
-            return
-        saved: Sequence[Mapping[str, Any]] = state["param_groups"]
-        counts = [len(group["params"]) for group in saved]
-        if counts != [*map(len, owner.groups)]:
+        names = self._names()
+        counts = [[len(group) for group in groups] for groups in (_parameters_of(state), names)]
+        if counts[0] != counts[1]:
             raise CheckpointError(
-                f"The checkpoint has the state of an optimizer with groups of {counts} parameters, but the "
-                f"prepared one has groups of {[*map(len, owner.groups)]}. Build it as in the saved run."
+                f"The saved optimizer has groups of {counts[0]} parameters, but the prepared one has groups "
+                f"of {counts[1]}. Build it as in the saved run."
             )
-        for group, before in zip(outer.optimizer.param_groups, saved, strict=False):
-            group.update({name: value for name, value in before.items() if name != "params"})
-        utils = ds_module("utils")
-        order = [index for group in saved for index in group["params"]]
-        for number, position, tensor in _trained(owner):
-            flats, entry = _flats(owner, number), state["state"].get(order[position], {})
-            # 1. Allocate the state of flat partitions as zeros, and link it to the parameters.
-            for flat in flats:
-                current = outer.optimizer.state[flat]
-                for name, value in entry.items():
-                    if not _is_flat(value):
-                        current[name] = copy.deepcopy(value)
-                    elif name not in current:
-                        current[name] = torch.zeros_like(flat)
-            if not is_sharded(tensor):
-                utils.lazy_init_hp_params_optimizer_state([tensor], flats[0], outer.optimizer.state)
-            # 2. Copy the values.
-            for name, value in entry.items():
-                if _is_flat(value):
-                    full = value.to(tensor.device, torch.float32)
-                    if is_sharded(tensor):
-                        utils.safe_set_local_optimizer_state(tensor, _local_shard(tensor, full), name)
-                    else:
-                        utils.safe_set_full_optimizer_state(tensor, full, name)
-
-    def _names(self) -> list[list[str]]:
-        """Return the names of the optimizer's parameters, group by group."""
-        owner = self.strategy.wrapper
-        names = {id(value): name for name, value in owner.engine.module.named_parameters()}
-        return [[names[id(tensor)] for tensor in group] for group in owner.groups]
+        self.load_optimizer(optimizer, models, state_by_name(state, names))
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
         """Gather the full state dict of the optimizer, keyed by parameter name."""
@@ -248,22 +219,46 @@ class DeepSpeedStates(States):
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Allocate full tensors on every rank."""
         del optimizer, models
-        return lambda _name, _key, shape, dtype: torch.empty(shape, dtype=dtype, device="cpu")
+        return allocator_like({})
 
+    @torch.no_grad()
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         """Load a state dict that is keyed by parameter name into the optimizer."""
-        current, saved = self._names(), state["param_groups"]
-        known = {name for group in saved for name in group["params"]}
-        module = self.strategy.wrapper.engine.module
-        trained = {name for name, value in module.named_parameters() if value.requires_grad}
-        lost = sorted(trained & {name for group in current for name in group} - known)
-        if len(saved) != len(current) or lost:
-            raise CheckpointError(
-                f"The checkpoint has the state of an optimizer of {len(saved)} group(s), without "
-                f"{', '.join(lost) or 'further parameters'}; the prepared one has {len(current)} group(s). "
-                "Build it as in the saved run."
+        del optimizer, models
+        owner, names, saved = self.strategy.wrapper, self._names(), state["param_groups"]
+        outer, utils = owner.optimizer, ds_module("utils")
+        trained = {name for _, name, _ in _trained(owner, names)}
+        check_groups(
+            *(
+                [[*trained.intersection(group)] for group in groups]
+                for groups in (_parameters_of(state), names)
             )
-        self.load_full_optimizer_state(optimizer, models, names_to_indices(state, current))
+        )
+        if not is_flattened(outer):
+            load_in_place(getattr(outer, "optimizer", outer), names_to_indices(state, names))
+            return
+        for group, before in zip(outer.optimizer.param_groups, saved, strict=True):
+            group.update({name: value for name, value in before.items() if name != "params"})
+        for number, name, tensor in _trained(owner, names):
+            flats, entry = _flats(owner, number), state["state"].get(name, {})
+            # 1. Allocate the state of flat partitions as zeros, and link it to the parameters.
+            for flat in flats:
+                current = outer.optimizer.state[flat]
+                for key, value in entry.items():
+                    if not _is_flat(value):
+                        current[key] = copy.deepcopy(value)
+                    elif key not in current:
+                        current[key] = torch.zeros_like(flat)
+            if not is_sharded(tensor):
+                utils.lazy_init_hp_params_optimizer_state([tensor], flats[0], outer.optimizer.state)
+            # 2. Copy the values.
+            for key, value in entry.items():
+                if _is_flat(value):
+                    full = value.to(tensor.device, torch.float32)
+                    if is_sharded(tensor):
+                        utils.safe_set_local_optimizer_state(tensor, _local_shard(tensor, full), key)
+                    else:
+                        utils.safe_set_full_optimizer_state(tensor, full, key)
 
     # The engine's own folder.
 
@@ -334,7 +329,7 @@ class _Masters:
         self._trained: set[int] = set()  # ids, as of the following
         self._plain: dict[int, Tensor] = {}  # of optimizers that are not flattened
         if owner is not None:
-            trained = [tensor for _, _, tensor in _trained(owner)]
+            trained = [p for p in chain.from_iterable(owner.groups) if p.requires_grad]
             self._trained = {id(p) for p in trained if getattr(p, "ds_numel", p.numel())}
             self._plain = {id(p): master for p, master in plain_masters(owner.optimizer, owner.groups)}
 
@@ -359,13 +354,18 @@ class _Masters:
             ds_module("utils").safe_set_full_fp32_param(value, full)
 
 
-def _trained(owner: DeepSpeedEngineWrapper) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield the group, the number and the tensor of every trained parameter of an engine's optimizer."""
-    numbers = count()
-    for group, tensors in enumerate(owner.groups):
-        for tensor, number in zip(tensors, numbers, strict=False):
+def _trained(
+    owner: DeepSpeedEngineWrapper, names: Sequence[Sequence[str]]
+) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield the group, the name and the tensor of every trained parameter of an engine's optimizer."""
+    for number, (group, tensors) in enumerate(zip(names, owner.groups, strict=True)):
+        for name, tensor in zip(group, tensors, strict=True):
             if tensor.requires_grad:
-                yield group, number, tensor
+                yield number, name, tensor
+
+
+def _parameters_of(state: Mapping[str, Any]) -> list[list[Any]]:
+    return [group["params"] for group in state["param_groups"]]
 
 
 def _flats(owner: DeepSpeedEngineWrapper, group: int) -> list[Tensor]:
@@ -378,43 +378,12 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu()
-
-
 def _local_shard(parameter: Any, full: Tensor) -> Tensor:
     """Return this rank's shard of a full tensor, padded with zeros."""
     numel: int = parameter.ds_tensor.numel()
     begin = numel * dist.get_rank(parameter.ds_process_group)
     shard = full.flatten()[begin : begin + numel]
     return nn.functional.pad(shard, (0, numel - shard.numel()))
-
-
-def _source(names: Sequence[str], parameter: Any) -> ParameterSource:
-    if not is_sharded(parameter):
-        return ParameterSource(
-            names=names, shape=parameter.shape, dtype=parameter.dtype, full=parameter.detach()
-        )
-    return ParameterSource(
-        names=names,
-        shape=parameter.ds_shape,
-        dtype=parameter.dtype,
-        groups=(parameter.ds_process_group,),
-        write=partial(_write_shard, parameter),
-    )
-
-
-def _write_shard(parameter: Any, full: Tensor) -> None:
-    """Write this rank's flat shard; the engine gathers parameters that are quantised or on disk."""
-    shard, group = parameter.ds_tensor, parameter.ds_process_group
-    if shard.dtype == parameter.dtype and shard.numel() == shard.ds_numel:
-        begin = shard.numel() * dist.get_rank(group)
-        target = full.view(-1)[begin : begin + shard.numel()]
-        target.copy_(shard[: target.numel()])
-        return
-    with GatheredParameters([parameter]):
-        if dist.get_rank(group) == 0:
-            full.copy_(parameter)
 
 
 def folder_name(index: int) -> str:

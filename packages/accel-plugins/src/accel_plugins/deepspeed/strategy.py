@@ -36,12 +36,16 @@ from accel_plugins.deepspeed.library import (
     start,
 )
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.deepspeed.sequence import check_attention, mesh_of
 from accel_plugins.deepspeed.state import DeepSpeedStates
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import DataLoaderConfiguration, GradientAccumulationPlugin
 from accel_plugins.optimizers.host_adamw import HostAdamW
 from accel_plugins.optimizers.muon import Muon
-from accel_plugins.parallelism.config import DeepSpeedSequenceParallelConfig, ParallelismConfig
+from accel_plugins.parallelism.config import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    TorchTensorParallelPlugin,
+)
 from accel_plugins.parallelism.sequence import Ulysses
 from accel_plugins.precision import EnginePrecision
 from accel_plugins.strategy import (
@@ -55,7 +59,7 @@ from accel_plugins.strategy import (
 )
 from accel_plugins.unsharded import check_materialised
 from accel_state import hang_monitor
-from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 
@@ -89,7 +93,7 @@ class DeepSpeedStrategy(Strategy):
         self.accumulation = accumulation_of(handlers.get(GradientAccumulationPlugin))
         # 2. Shard batches, and sequences. DeepSpeed itself need not know of the latter: all ranks shard the
         # state of the model, and gradients are the mean over all.
-        topology, self.mesh, self.ulysses = runtime.topology, mesh_of(runtime, handlers), None
+        topology, self.mesh, self.ulysses = runtime.topology, _mesh_of(runtime, handlers), None
         if self.mesh is not None:
             options = handlers[ParallelismConfig].sp_handler or DeepSpeedSequenceParallelConfig()
             self.ulysses, self.sequence_options = Ulysses(self.mesh["sp"], averages_losses=False), options
@@ -113,29 +117,11 @@ class DeepSpeedStrategy(Strategy):
         unsharded = [model for model in fresh if not any(map(is_sharded, model.parameters()))]
         check_materialised(replace(bundle, models=unsharded))
         plugin = self.plugin
-        # 1. Check the precision and the offload devices.
-        config, device = plugin.hf_ds_config, ds_module("accelerator").get_accelerator()
-        for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
-            if config.get_value(f"{name}.enabled") is True and not getattr(device, f"is_{name}_supported")():
-                raise UnsupportedError(
-                    f"{name}.enabled=True (or mixed_precision={name!r}): DeepSpeed does not support {name} "
-                    f"on {device.device_name()!r} devices; use {other!r} or 'no'."
-                )
-        for what in ("optimizer", "param"):
-            if config.get_value(f"zero_optimization.offload_{what}.device") == "nvme":
-                builder = device.create_op_builder("AsyncIOBuilder")
-                if builder is None or not builder.is_compatible(verbose=False):
-                    raise MissingDependencyError(
-                        f"offload_{what}_device='nvme' needs DeepSpeed's operation async_io: install a C++ "
-                        "compiler and libaio with its headers (libaio-dev on Debian and Ubuntu, libaio-devel "
-                        f"on others), or use offload_{what}_device='cpu'."
-                    )
-        # 2. Check the prepared objects.
         check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.has_engine)
         for model in fresh:
             if self.ulysses is not None:
                 self.ulysses.validate(model)
-                check_attention(model, self.sequence_options)
+                _check_attention(model, self.sequence_options.sp_attn_implementation or "sdpa")
         if fresh:
             self._configuration(fresh[0], bundle)
         if fresh and plugin.transformer_moe_cls_names:
@@ -179,12 +165,6 @@ class DeepSpeedStrategy(Strategy):
             accumulation=self.accumulation,
             split_batches=self.split_batches,
         )
-        try:
-            ds_module("runtime.zero.config").get_zero_config(config)
-        except ValueError as error:  # pydantic lists all fields at once.
-            raise SettingsError(
-                f"DeepSpeed cannot use zero_optimization={config['zero_optimization']!r}: {error}"
-            ) from None
         # DeepSpeed divides the number of ranks by it to check batch sizes.
         return config if self.ulysses is None else {**config, "sequence_parallel_size": self.ulysses.size}
 
@@ -292,15 +272,15 @@ class DeepSpeedStrategy(Strategy):
         return wrapper.clip(max_norm, norm_type)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+        del optimizer  # The engine has only one.
         if closure is not None:
             raise UnsupportedError(
                 "optimizer.step(closure): DeepSpeed's engine steps without a closure. Remove it."
             )
-        self._check_own(optimizer)
         return self.wrapper.step()
 
     def discard(self, optimizer: Optimizer) -> None:
-        self._check_own(optimizer)
+        del optimizer
         self.wrapper.discard()
 
     def wrap_optimizer(self, optimizer: Any, **options: Any) -> Any:
@@ -312,12 +292,46 @@ class DeepSpeedStrategy(Strategy):
             return DeepSpeedSchedulerWrapper(scheduler, optimizers)
         return super().wrap_scheduler(scheduler, optimizers, **options)
 
-    def _check_own(self, optimizer: Any) -> None:
-        if self._wrapper is not None and optimizer is not self._wrapper.optimizer:
-            raise SettingsError(
-                f"{type(optimizer).__name__}.step(): this optimizer does not belong to the model that "
-                "DeepSpeed trains. Use the last one that accelerator.prepare() returned."
-            )
+
+def _mesh_of(runtime: Runtime, handlers: Mapping[type, Any]) -> Any:
+    """Return the mesh of a run, whose axis `sp` shards sequences, if there is one; refuse all other axes."""
+    config: ParallelismConfig | None = handlers.get(ParallelismConfig)
+    refused = [
+        f"Accelerator({name}={handlers[kind]!r})"
+        for name, kind in (
+            ("fsdp_plugin", FullyShardedDataParallelPlugin),
+            ("torch_tp_plugin", TorchTensorParallelPlugin),
+        )
+        if handlers.get(kind) is not None
+    ]
+    if config is not None:
+        sizes: dict[str, Any] = {
+            "tp_size": config.tp_size,
+            "cp_size": config.cp_size,
+            "ep_size": config.ep_size,
+        }
+        refused += [f"ParallelismConfig({name}={size})" for name, size in sizes.items() if size > 1]
+        if config.sp_enabled and config.sp_backend == "torch":
+            refused.append("ParallelismConfig(sp_backend='torch')")
+    if refused:
+        raise SettingsError(
+            f"{', '.join(refused)} cannot be combined with a DeepSpeedPlugin: remove one of the two. FSDP2 "
+            "has all axes, and DeepSpeed has sp_size without sp_backend."
+        )
+    if config is None:
+        return None
+    config.check_world(runtime.topology.world_size)
+    return config.get_device_mesh(runtime.device.type) if config.sp_enabled else None
+
+
+def _check_attention(model: nn.Module, wanted: str) -> None:
+    """Refuse a model that computes another attention than the options of sequence parallelism name."""
+    used = getattr(getattr(model, "config", None), "_attn_implementation", wanted)
+    if used != wanted:
+        raise SettingsError(
+            f"DeepSpeedSequenceParallelConfig(sp_attn_implementation={wanted!r}): {type(model).__name__} "
+            f"computes attention with {used!r}: build it with attn_implementation={wanted!r}."
+        )
 
 
 def configuration_of(
@@ -387,24 +401,17 @@ def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) ->
         return
     # 1. An optimizer or a schedule of the configuration has a placeholder, and only that.
     optimizer: Any = optimizers[0]
-    rows = [("optimizer", optimizer, isinstance(optimizer, DummyOptim), False)]
-    for item in bundle.schedulers:
-        if isinstance(item, DummyScheduler):
-            rows.append(("scheduler", item, True, item.lr_scheduler_callable is not None))
-        elif isinstance(item, LRScheduler):
-            rows.append(("scheduler", item, False, False))
-    for key, item, is_placeholder, has_own in rows:
-        described, name = config.get_value(key), type(item).__name__
-        if is_placeholder and described is None and not has_own:
+    rows = [("optimizer", optimizer, isinstance(optimizer, DummyOptim))] + [
+        ("scheduler", item, getattr(item, "lr_scheduler_callable", item) is None)
+        for item in bundle.schedulers
+        if isinstance(item, LRScheduler | DummyScheduler)
+    ]
+    for key, item, is_placeholder in rows:
+        if (config.get_value(key) is None) == is_placeholder:
             raise SettingsError(
-                f"{name} is a placeholder for the {key} of the DeepSpeed configuration, which has none: add "
-                f'"{key}" to the configuration, or pass one of PyTorch.'
-            )
-        if described is not None and (not is_placeholder or has_own):
-            raise SettingsError(
-                f"The DeepSpeed configuration has {key}={described!r}, but prepare() got {name} as well: "
-                f'remove "{key}" from the configuration, or pass a placeholder (DummyOptim, DummyScheduler '
-                "without lr_scheduler_callable)."
+                f"prepare() got {type(item).__name__}, and the DeepSpeed configuration has "
+                f"{key}={config.get_value(key)!r}: with a placeholder (DummyOptim, or DummyScheduler without "
+                f'lr_scheduler_callable), add "{key}" to the configuration; with any other, remove it there.'
             )
     # 2. The optimizer is one that the engine can step, of parameters of the model.
     groups = _groups_of(optimizer)

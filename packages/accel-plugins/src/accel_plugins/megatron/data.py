@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accel_plugins.megatron.library import core, load_library, without_core_warnings
 from accel_plugins.strategy import Feature, FromConfiguration
 from accel_state.accelerator_state import AcceleratorState, is_initialized
-from accel_state.errors import SettingsError, did_you_mean
+from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.plugin import MegatronLMPlugin
@@ -208,21 +207,16 @@ def indexed_datasets(
     load_library("MegatronLMDummyDataLoader")
     datasets = core("datasets.gpt_dataset")
     builder = core("datasets.blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
-    config = datasets.GPTDatasetConfig(**dataset_options(plugin, options, datasets.GPTDatasetConfig))
+    config = datasets.GPTDatasetConfig(**dataset_options(plugin, options))
     with without_core_warnings():
         return tuple(builder(datasets.GPTDataset, [*samples], lambda: True, config).build())
 
 
-def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config: type) -> dict[str, Any]:
+def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of data sets under megatron-core's names."""
-    known = {field.name for field in fields(config)}
     requested = {_RENAMED.get(name, name): value for name, value in options.items()}
     requested.pop("micro_batch_size", None)
     paths, tokenizer = requested.pop("data_path", None), requested.pop("tokenizer", None)
-    for name, value in requested.items():
-        if name not in known:
-            hint = did_you_mean(name, {*known, *_RENAMED, "data_path"}, "see the fields of GPTDatasetConfig.")
-            raise SettingsError(f"MegatronLMDummyDataLoader({name}={value!r}): no such option; {hint}")
     if paths is not None:
         names = [paths] if isinstance(paths, str) else [str(path) for path in paths]
         requested["blend"] = core("datasets.utils").get_blend_from_list(names)

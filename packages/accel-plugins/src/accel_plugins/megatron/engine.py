@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -78,8 +77,8 @@ class MegatronEngine(nn.Module):
         self.config = getattr(source, "config", None)
         self.outputs = self.positions = None
         if family is not None:
-            module, name = _OUTPUTS.get(type(source).__name__, _OUTPUTS[family.kind])
-            self.outputs = getattr(import_module(module), name)
+            hint: Any = get_type_hints(type(source).forward)["return"]
+            self.outputs = (get_args(hint) or (hint,))[-1]
             arguments = family.model_arguments(source)
             if arguments.get("position_embedding_type", "learned_absolute") == "learned_absolute":
                 self.positions = arguments.get("max_sequence_length")
@@ -308,43 +307,22 @@ class MegatronEngine(nn.Module):
             dist.broadcast(loss, group_src=source, group=group)
         if not getattr(self.train_step_handler, "return_logits", False):
             return loss, []
-        logits: list[Tensor | None] = []
+        logits: list[Any] = []
         for name in _LOGITS[: 1 if self.outputs is None else len(_logits_of(self.outputs))]:
             parts = [result[name].detach() for result in results if name in result]
-            logits.append(_broadcast_last(torch.cat(parts) if parts else None, source, group, device))
+            logits.append(torch.cat(parts) if parts else None)
         if logits[0] is not None and logits[0].ndim > 2:
             logits[0] = logits[0][..., : getattr(self.config, "vocab_size", None)]
-        return loss, logits
-
-
-def _broadcast_last(tensor: Tensor | None, source: int, group: Any, device: torch.device) -> Tensor | None:
-    """Broadcast a tensor of the last stage, if any; only that stage knows its shape."""
-    if source == 0:
-        return tensor
-    about: list[Any] = [None if tensor is None else (tuple(tensor.shape), tensor.dtype)]
-    dist.broadcast_object_list(about, group_src=source, group=group)
-    if about[0] is None:
-        return None
-    shape, dtype = about[0]
-    result = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.contiguous()
-    dist.broadcast(result, group_src=source, group=group)
-    return result
+        if source > 0:  # Only the last stage knows their shapes.
+            logits = [None if value is None else value.cpu() for value in logits]
+            dist.broadcast_object_list(logits, group_src=source, group=group)
+        return loss, [None if value is None else value.to(device) for value in logits]
 
 
 _SEQUENCES = ("input_ids", "tokens", "text", "text_enc", "decoder_input_ids", "text_dec")
 _TOKENS = ("input_ids", "decoder_input_ids")
 _LOGITS = ("logits", "order logits")
 """Train steps' names of the logits of tokens or classes, and of sentence order."""
-_MODELING = "transformers.modeling_outputs"
-_OUTPUTS = {
-    "bert": (_MODELING, "MaskedLMOutput"),
-    "gpt": (_MODELING, "CausalLMOutputWithPast"),
-    "t5": (_MODELING, "Seq2SeqLMOutput"),
-    "BertForPreTraining": ("transformers.models.bert.modeling_bert", "BertForPreTrainingOutput"),
-    "BertForSequenceClassification": (_MODELING, "SequenceClassifierOutput"),
-    "GPT2LMHeadModel": (_MODELING, "CausalLMOutputWithCrossAttentions"),
-}
-"""Classes of results, of a model or a kind of models."""
 
 
 def _logits_of(outputs: type[Any]) -> list[str]:

@@ -1,15 +1,20 @@
-"""`MegatronLMPlugin`: the options of Megatron, their valid values and combinations."""
+"""`MegatronLMPlugin`: Megatron's options, their valid values, and arguments of models and optimizers."""
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from inspect import unwrap
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from accel_plugins.kwargs import is_count, resolve_fields
-from accel_plugins.megatron.arguments import enter_network_args, optimizer_args
+from accel_plugins.megatron.families import FAMILIES, ModelFamily, find_family
 from accel_plugins.megatron.library import EXTRA
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
@@ -17,10 +22,9 @@ from accel_state.settings.engines import MegatronSettings
 from accel_state.settings.model import TITLES, Settings
 
 if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
     from accel_plugins.megatron.data import MegatronLMDummyScheduler
+
+Parser: TypeAlias = "Callable[[MegatronLMPlugin, nn.Module, Mapping[str, Any] | None], None]"
 
 DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(("tp_degree", "pp_degree", "context_parallel_size", "num_micro_batches"), 1),
@@ -302,7 +306,7 @@ class MegatronLMPlugin:
             "lr_warmup_samples": warmup_samples or 0,
         }
 
-    def set_network_size_args(self, model: nn.Module, batch_data: Mapping[str, Any] | None = None) -> None:
+    def set_network_size_args(self, model: Any, batch_data: Mapping[str, Any] | None = None) -> None:
         """Set the sizes of a model in `megatron_lm_default_args`.
 
         Args:
@@ -312,7 +316,43 @@ class MegatronLMPlugin:
         Raises:
             SettingsError: The type of the model is unknown. The message explains how to add it.
         """
-        enter_network_args(self, model, batch_data)
+        config: Any = getattr(model, "config", None)
+        model_type: Any = getattr(config, "model_type", None)
+        families = FAMILIES.available()
+        if model_type in _PARSERS:
+            _PARSERS[model_type](self, model, batch_data)
+            return
+        if model_type not in families:
+            raise SettingsError(
+                f"{type(model).__name__} is of type {model_type!r}, which is not described to Megatron "
+                f"(known: {', '.join(sorted({*_PARSERS, *families}))}): register a function with "
+                f"@add_model_config_to_megatron_parser({model_type!r})."
+            )
+        # 1. Set the lengths of sequences: the plugin's, those of the batch, or the number of positions.
+        family, batch, args = families[model_type], batch_data or {}, self.megatron_lm_default_args
+        kind, sizes, arguments = family.kind, family.transformer_config(config), family.model_arguments(model)
+        longest = (None if kind == "t5" else arguments.get("max_sequence_length")) or _ANY_LENGTH
+        lengths = {"encoder_seq_length": "input_ids", "decoder_seq_length": "labels"}
+        for name, key in (lengths if kind == "t5" else {"seq_length": "input_ids"}).items():
+            args[name] = getattr(self, name) or (int(batch[key].shape[1]) if key in batch else longest)
+            setattr(self, name, args[name])
+        # 2. Set the sizes.
+        class_name = type(model).__name__.lower()
+        args |= {
+            "model_type_name": kind,
+            "num_layers": arguments.get("encoder_layers", sizes["num_layers"]),
+            **{name: sizes[name] for name in ("hidden_size", "ffn_hidden_size", "num_attention_heads")},
+            "num_query_groups": sizes.get("num_query_groups", sizes["num_attention_heads"]),
+            "max_position_embeddings": longest,
+            "orig_vocab_size": config.vocab_size,
+            "model_return_dict": bool(getattr(config, "return_dict", True)),
+            "pretraining_flag": kind != "bert" or "pretraining" in class_name or "maskedlm" in class_name,
+            "return_logits": self.return_logits,
+            "bert_binary_head": "pretraining" in class_name,
+            "num_labels": int(getattr(config, "num_labels", 2)),
+            "decoder_start_token_id": getattr(config, "decoder_start_token_id", None) or 0,
+            "pad_token_id": getattr(config, "pad_token_id", None) or 0,
+        }
 
     def set_tensorboard_logging_options(self) -> None:
         """Raise an `UnsupportedError`, which names an alternative: trackers log a run."""
@@ -400,3 +440,158 @@ def _check_fields(values: Mapping[str, Any], sources: Mapping[str, str]) -> None
             problems.append(f"{sources[name]} needs {other}={least}: add it, or leave it out")
     if problems:
         raise SettingsError("; ".join(problems) + ".")
+
+
+def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
+    """Convert an optimizer of PyTorch to Megatron's arguments.
+
+    Example:
+        >>> import torch
+        >>> args = optimizer_args(AdamW(torch.nn.Linear(1, 1).parameters(), lr=0.1, weight_decay=0.02))
+        >>> args["optimizer"], args["lr"], args["weight_decay"]
+        ('adam', 0.1, 0.02)
+    """
+    name = type(optimizer).__name__
+    advice = "Use torch.optim.AdamW, Adam or SGD."
+    if not isinstance(optimizer, Adam | AdamW | SGD):  # Before torch 2.7 AdamW is not a subclass of Adam.
+        raise UnsupportedError(f"{name} is not one of Megatron's optimizers. {advice}")
+    step = unwrap(type(optimizer).step)  # torch wraps the method when the first instance is created.
+    if not any(step is unwrap(kind.step) for kind in (Adam, AdamW, SGD)):
+        raise UnsupportedError(f"{name} has its own step(), which Megatron would not call. {advice}")
+    defaults = optimizer.defaults
+    for option in ("amsgrad", "maximize", "nesterov"):
+        if defaults.get(option):
+            raise UnsupportedError(f"{name}({option}=True): Megatron's optimizer has no {option}. Remove it.")
+    shared = {"lr": float(defaults["lr"]), "weight_decay": defaults["weight_decay"]}
+    if isinstance(optimizer, SGD):
+        return {"optimizer": "sgd", "sgd_momentum": defaults["momentum"], **shared}
+    return {
+        "optimizer": "adam",
+        "adam_beta1": defaults["betas"][0],
+        "adam_beta2": defaults["betas"][1],
+        "adam_eps": defaults["eps"],
+        "decoupled_weight_decay": isinstance(optimizer, AdamW)
+        or defaults.get("decoupled_weight_decay", False),
+        **shared,
+    }
+
+
+def scheduler_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of megatron-core's `OptimizerParamScheduler`, which counts in samples.
+
+    One step of the optimizer is `step(global_batch_size)`.
+    """
+    unit, batch = ("iters", args["global_batch_size"]) if args["train_samples"] is None else ("samples", 1)
+    total = args[f"train_{unit}"] * batch
+    decay = (args[f"lr_decay_{unit}"] or args[f"train_{unit}"]) * batch
+    warmup, fraction = args[f"lr_warmup_{unit}"] * batch, args["lr_warmup_fraction"]
+    start, end = args["start_weight_decay"], args["end_weight_decay"]
+    return {
+        "init_lr": 0.0,
+        "max_lr": args["lr"],
+        "min_lr": args["min_lr"],
+        "lr_warmup_steps": warmup if fraction is None else int(fraction * decay),
+        "lr_decay_steps": decay,
+        "lr_decay_style": args["lr_decay_style"],
+        "start_wd": args["weight_decay"] if start is None else start,
+        "end_wd": args["weight_decay"] if end is None else end,
+        "wd_incr_steps": total,
+        "wd_incr_style": args["weight_decay_incr_style"],
+    }
+
+
+_PARSERS: dict[str, Parser] = {}
+_ANY_LENGTH = 1024
+"""Sequence length of a model without a limit of positions, if no length is set."""
+
+
+def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:
+    """Return a decorator that registers the description of a model type for Megatron.
+
+    Args:
+        model_type: As in `model.config.model_type`.
+
+    Returns:
+        A decorator of functions `f(megatron_lm_plugin, model, batch_data)` that set the sizes of the model in
+        `megatron_lm_plugin.megatron_lm_default_args`.
+
+    Example:
+        >>> @add_model_config_to_megatron_parser("my_model")
+        ... def describe(megatron_lm_plugin, model, batch_data):
+        ...     megatron_lm_plugin.megatron_lm_default_args["num_layers"] = model.config.num_layers
+    """
+
+    def register(parser: Parser) -> Parser:
+        _PARSERS[model_type] = parser
+        return parser
+
+    return register
+
+
+def data_parallel_size(tensor: int, pipeline: int, context: int, world_size: int) -> int:
+    """Return the number of replicas of a model.
+
+    Example:
+        >>> data_parallel_size(2, 2, 1, 8)
+        2
+    """
+    size = tensor * pipeline * context
+    if world_size % size:
+        raise SettingsError(
+            f"tp_degree={tensor}, pp_degree={pipeline} and context_parallel_size={context} make groups of "
+            f"{size} ranks, into which {world_size} cannot be divided: start a multiple of {size} processes, "
+            "or make the sizes smaller."
+        )
+    return world_size // size
+
+
+def check_model(plugin: MegatronLMPlugin, model: Any) -> ModelFamily:
+    """Find a model's family; refuse options that it does not have, and sizes that groups do not divide."""
+    family, name = find_family(model), type(model).__name__
+    family.check(model.config)
+    sizes, arguments = family.transformer_config(model.config), family.model_arguments(model)
+    # 1. Every weight has a row.
+    names = (re.escape(name) for row in family.weights(model.config) for name in row.names)
+    known = re.compile("|".join(name.replace(r"\{layer\}", r"\d+") for name in names))
+    if missing := [name for name, _ in model.named_parameters() if not known.fullmatch(name)]:
+        raise SettingsError(
+            f"{name} has weights without a row in its family, which Megatron would not train or save: "
+            f"{', '.join(missing)}. Add rows for them, or leave out what makes them."
+        )
+    # 2. The family has the options.
+    is_decoder, rotary = family.kind == "gpt", plugin.use_rotary_position_embeddings
+    is_rotary = arguments.get("position_embedding_type") in {"rope", "yarn", "mrope"}
+    refused: dict[str, str] = {}
+    if rotary not in {None, is_rotary}:
+        refused["use_rotary_position_embeddings"] = "its configuration decides"
+    if not is_decoder and plugin.context_parallel_size != 1:
+        refused["context_parallel_size"] = "decoders only"
+    if not is_decoder and plugin.attention_backend in {"flash", "fused"}:
+        refused["attention_backend"] = "decoders only"
+    if family.kind == "t5" and plugin.recompute_granularity:  # It loses gradients of relative positions.
+        refused["recompute_granularity"] = "use smaller micro-batches"
+    if refused:
+        wrong = "; ".join(f"{key}={getattr(plugin, key)!r} ({reason})" for key, reason in refused.items())
+        raise UnsupportedError(f"{family.name!r} does not have {wrong}: leave it out.")
+    # 3. The sizes divide.
+    tensor, stages = plugin.tp_degree or 1, plugin.pp_degree or 1
+    heads, layers, width = sizes["num_attention_heads"], sizes["num_layers"], sizes["ffn_hidden_size"]
+    groups = sizes.get("num_query_groups", heads)
+    last, virtual = plugin.decoder_last_pipeline_num_layers, plugin.num_layers_per_virtual_pipeline_stage
+    is_uneven = layers % (stages * (virtual or 1))
+    if last is not None:
+        is_uneven = layers - last < stages - 1 or (layers - last) % (stages - 1)
+    options = (f", decoder_last_pipeline_num_layers={last}" if last else "") + (
+        f", num_layers_per_virtual_pipeline_stage={virtual}" if virtual else ""
+    )
+    rows = {
+        f"{heads} attention heads by tp_degree={tensor}": heads % tensor,
+        f"{groups} key-value heads by tp_degree={tensor}": groups % tensor and tensor % groups,
+        f"{width} features of the intermediate layer by tp_degree={tensor}": width % tensor,
+        f"an encoder and a decoder by pp_degree={stages} (use tp_degree)": stages > 1
+        and "encoder_layers" in arguments,
+        f"{layers} layers by pp_degree={stages}{options}": is_uneven,
+    }
+    if problems := [text for text, is_problem in rows.items() if is_problem]:
+        raise SettingsError(f"{name} cannot be divided in this way: {'; '.join(problems)}.")
+    return family

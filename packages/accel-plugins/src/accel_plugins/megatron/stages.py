@@ -6,7 +6,7 @@ Every context-parallel rank computes two chunks of each sequence, one from eithe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -197,10 +197,6 @@ class _NoOutputLayer(nn.Module):
 def build_t5(config: Any, arguments: dict[str, Any], vocabulary: int, **stage: Any) -> nn.Module:
     """Build a T5, which has one stage."""
     del stage["vp_stage"]
-    granularity, method = config.recompute_granularity, config.recompute_method
-    number = config.recompute_num_layers
-    # megatron-core's own recompute loses the gradient of relative positions.
-    config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
     encoder, specs = copy.deepcopy(config), core("models.T5.t5_spec")
     encoder.num_layers, factor = arguments.pop("encoder_layers"), arguments.pop("output_factor")
     of_encoder, of_decoder = specs.encoder_model_with_local_spec(), specs.decoder_model_with_local_spec()
@@ -215,29 +211,7 @@ def build_t5(config: Any, arguments: dict[str, Any], vocabulary: int, **stage: A
     )
     made.output_layer.bias = None  # megatron-core adds it to tied weights.
     made.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor, *inputs[1:]))
-    if granularity == "selective":
-        _recompute(module for module in made.modules() if isinstance(module, TorchAttention))
-    elif granularity == "full":
-        for side in (made.encoder, made.decoder):
-            _recompute(side.layers[: number if method == "block" else None])
     return made
-
-
-def _recompute(modules: Iterable[nn.Module]) -> None:
-    """Make modules recompute their activations in the backward pass, with the same random numbers."""
-
-    def recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
-
-        def run(*values: Any) -> Any:
-            named = dict(zip(tensors, values[len(args) :], strict=True))
-            return forward(*values[: len(args)], **kwargs | named)
-
-        # A bias of the scores is an argument, so that it gets its gradient.
-        return core("tensor_parallel").checkpoint(run, False, *args, *tensors.values())  # noqa: FBT003
-
-    for module in modules:
-        module.forward = partial(recomputed, module.forward)
 
 
 class TorchNorm(nn.Module):

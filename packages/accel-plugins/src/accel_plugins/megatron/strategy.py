@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 from accel_ops.modules import unwrap_once
 from accel_plugins.deepspeed.engine import DeepSpeedSchedulerWrapper
 from accel_plugins.kwargs import GradScalerKwargs
-from accel_plugins.megatron.arguments import optimizer_args
-from accel_plugins.megatron.checks import check_model, data_parallel_size
 from accel_plugins.megatron.data import (
     MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler,
@@ -50,7 +48,7 @@ from accel_plugins.megatron.optimizer import (
     scaler_state,
     transformer_config,
 )
-from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_plugins.megatron.plugin import MegatronLMPlugin, check_model, data_parallel_size, optimizer_args
 from accel_plugins.megatron.stages import build_stages, virtual_stages
 from accel_plugins.megatron.state import MegatronStates, drop_values, find_rows, load, share_values
 from accel_plugins.parallelism.config import mesh_of
@@ -106,7 +104,6 @@ class MegatronStrategy(Strategy):
             require("transformer_engine", what, install=ENGINE_EXTRA)
         plugin.set_mixed_precision(AcceleratorState().mixed_precision)  # It refuses recipes.
         groups = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
-        check_shared(groups)
         process_group.join_single(runtime.kind.backend, runtime.device)
         unwrap_once.register(MegatronEngine, lambda engine: engine.source)
         # 2. Set the parts.
@@ -383,33 +380,25 @@ _seeds: list[int] = []  # The last seed of tensor parallelism's random states.
 _LARGEST_SEED = 2**31
 
 
-def check_shared(groups: Groups) -> None:
-    """Reject groups if those of other sizes are in use: megatron-core has one set per process."""
-    if _users and not core("parallel_state").model_parallel_is_initialized():
+def start(strategy: MegatronStrategy) -> None:
+    """Create the process groups and seed tensor parallelism's random states. A collective over all ranks.
+
+    megatron-core has one set of groups per process, which strategies with the same sizes share.
+    """
+    groups, state = strategy.groups, core("parallel_state")
+    if not state.model_parallel_is_initialized():
         _users.clear()  # Their process group was destroyed.
     if _users:
         gc.collect()  # It may collect unreferenced strategies.
     for axes in (user.groups.axes for user in _users if user.groups.axes != groups.axes):
-        used, wanted = (
-            ", ".join(f"{name} {size}" for name, size in one.items()) for one in (axes, groups.axes)
-        )
         raise SettingsError(
-            f"Another Accelerator trains with Megatron in groups of {used}, this one in groups of {wanted}, "
-            "but megatron-core has one set per process: call free_memory() on it first."
+            f"Another Accelerator trains with Megatron in groups of {axes}, this one in groups of "
+            f"{groups.axes}, but megatron-core has one set per process: call free_memory() on it first."
         )
-
-
-def start(strategy: MegatronStrategy) -> None:
-    """Create the process groups and seed tensor parallelism's random states. A collective over all ranks.
-
-    Groups of another strategy with the same sizes are shared.
-    """
-    groups = strategy.groups
-    check_shared(groups)
     if not _users:
         _destroy_groups()
         before = set(process_groups())
-        core("parallel_state").initialize_model_parallel(
+        state.initialize_model_parallel(
             tensor_model_parallel_size=groups.tensor,
             pipeline_model_parallel_size=groups.pipeline,
             context_parallel_size=groups.context,

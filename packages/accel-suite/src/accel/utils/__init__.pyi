@@ -124,7 +124,7 @@ from accel_plugins.kwargs import (
     ProfileKwargs as ProfileKwargs, ProjectConfiguration as ProjectConfiguration,
     TorchDynamoPlugin as TorchDynamoPlugin,
 )
-from accel_plugins.megatron.arguments import (
+from accel_plugins.megatron.plugin import (
     add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
 )
 from accel_plugins.megatron.data import (
