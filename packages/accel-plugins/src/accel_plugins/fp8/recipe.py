@@ -210,11 +210,8 @@ class TERecipeKwargs(KwargsHandler):
         precision: Any = self.override_linear_precision
         is_valid = len(precision) == 3 and all(isinstance(flag, bool) for flag in precision)
         expect(self, "override_linear_precision", "three of True and False", is_valid)
-        if blocks is not None and self.recipe not in {None, "mxfp8" if blocks else self.recipe}:
-            raise SettingsError(
-                f"{type(self).__name__}(use_mxfp8_block_scaling={blocks!r}, recipe={self.recipe!r}): "
-                "the two contradict each other. Pass only one."
-            )
+        agrees = blocks is None or self.recipe in {None, "mxfp8" if blocks else self.recipe}
+        expect(self, "recipe", f"None with use_mxfp8_block_scaling={blocks!r}, which contradicts it", agrees)
         self.recipe = self.recipe or ("mxfp8" if self.use_mxfp8_block_scaling else "delayed")
         self.use_mxfp8_block_scaling = self.recipe == "mxfp8"
 

@@ -195,12 +195,8 @@ class FullyShardedDataParallelPlugin:
             if value is not None and getattr(value, "name", value) not in values:
                 logger.warning("%s has no effect with fsdp_version=2.", self._field_of(name))
         if self.cpu_ram_efficient_loading:
-            if not self.sync_module_states:
-                raise SettingsError(
-                    "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, "
-                    "sync_module_states=False): weights that only rank 0 has must be broadcast. Remove "
-                    "sync_module_states."
-                )
+            wanted = "True with cpu_ram_efficient_loading, since only rank 0 has the weights"
+            expect(self, "sync_module_states", wanted, bool(self.sync_module_states))
             enable_fsdp_ram_efficient_loading()
 
     @property
@@ -284,11 +280,8 @@ class FullyShardedDataParallelPlugin:
         changed = chosen is not self.state_dict_type and isinstance(self.state_dict_type, StateDictType)
         self.state_dict_type = member_of(StateDictType, chosen, "state_dict_type")
         is_local = self.state_dict_type is StateDictType.LOCAL_STATE_DICT
-        if is_local and self.version == 2:
-            raise SettingsError(
-                "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT', fsdp_version=2): "
-                "version 2 has no flat parameters. Use 'SHARDED_STATE_DICT'."
-            )
+        wanted = "'SHARDED_STATE_DICT' or 'FULL_STATE_DICT' with fsdp_version=2"
+        expect(self, "state_dict_type", wanted, self.version == 1 or not is_local)
         if is_local:
             logger.warning(
                 "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT'): checkpoints have shards "
@@ -341,12 +334,10 @@ class FullyShardedDataParallelPlugin:
             return
         if strategy is not None:
             self.sharding_strategy = member_of(ShardingStrategy, strategy, "sharding_strategy")
-            if self.sharding_strategy not in {ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP}:
-                raise SettingsError(
-                    f"{self._field_of('sharding_strategy')} with fsdp_version=2: use "
-                    "ParallelismConfig(dp_replicate_size=…, dp_shard_size=…) for hybrid sharding, or an "
-                    "Accelerator without fsdp_plugin for no sharding."
-                )
+            wanted = "FULL_SHARD or SHARD_GRAD_OP with fsdp_version=2; for hybrid sharding, use "
+            wanted += "ParallelismConfig(dp_replicate_size=…, dp_shard_size=…)"
+            known = {ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP}
+            expect(self, "sharding_strategy", wanted, self.sharding_strategy in known)
             reshard = RESHARDS[self.sharding_strategy] if reshard is None else reshard
         if str(reshard).lower() in {"true", "false"}:
             reshard = str(reshard).lower() == "true"

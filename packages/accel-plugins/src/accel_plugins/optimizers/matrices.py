@@ -193,13 +193,8 @@ def _exchange(
     buffer = torch.cat(flat) if flat else torch.empty(0, dtype=torch.bfloat16, device=device)
     received = buffer.new_empty(sum(counts))
     leaving = [0 if part is None else part.numel() for part in sent]
-    dist.all_to_all_single(
-        received,
-        buffer,
-        counts + [0] * (size - len(counts)),
-        leaving + [0] * (size - len(leaving)),
-        group=group,
-    )
+    sizes = (row + [0] * (size - len(row)) for row in (counts, leaving))
+    dist.all_to_all_single(received, buffer, *sizes, group=group)
     return [part.view(shape) for part, shape in zip(received.split(counts), shapes, strict=True)]
 
 

@@ -79,17 +79,8 @@ class Muon(torch.optim.Optimizer):
         exclude: Sequence[str] = (),
     ) -> None:
         # torch's optimizers check their options, and complete them.
-        muon: dict[str, Any] = torch.optim.Muon(
-            [torch.empty(1, 1)],
-            cast("float", lr),
-            weight_decay,
-            momentum,
-            nesterov,
-            ns_coefficients,
-            eps,
-            ns_steps,
-            adjust_lr_fn,
-        ).defaults
+        options: Any = lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn
+        muon: dict[str, Any] = torch.optim.Muon([torch.empty(1, 1)], *options).defaults
         completed = torch.optim.AdamW([torch.empty(1)], **(adamw or {})).defaults
         self._options = {"muon": muon, "adamw": completed}
         self._layouts: dict[Any, ShardLayout] = {}

@@ -161,12 +161,9 @@ class TorchTensorParallelPlugin:
         mesh = self.torch_device_mesh
         if mesh is not None:
             size = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)).get("tp")
-            if size is None or self.tp_size not in {1, size}:
-                raise SettingsError(
-                    f"TorchTensorParallelPlugin(tp_size={self.tp_size!r}, torch_device_mesh={mesh!r}): the "
-                    "mesh needs an axis named 'tp', which has the size. Leave tp_size out."
-                )
-            self.tp_size = size
+            wanted = f"an axis named 'tp', which has the size; leave out tp_size={self.tp_size!r}"
+            expect(self, "torch_device_mesh", wanted, size is not None and self.tp_size in {1, size})
+            self.tp_size = cast("int", size)
         expect_counts(self, "tp_size", least=2)
 
     def to_settings(self, settings: Settings) -> Settings:
@@ -651,19 +648,14 @@ def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> Paral
     if plugin is not None and plugin.torch_device_mesh is not None:
         mesh = plugin.torch_device_mesh
         names, ranks = [*(mesh.mesh_dim_names or ())], mesh.mesh.flatten().tolist()
-        if names != [axis for axis in AXES if axis in names] or ranks != [*range(len(ranks))]:
-            raise SettingsError(
-                f"TorchTensorParallelPlugin(torch_device_mesh={mesh!r}): expected axes named {[*AXES]}, in "
-                "this order, with the ranks in ascending order."
-            )
+        wanted = f"axes named {[*AXES]}, in this order, with the ranks in ascending order"
+        is_ordered = names == [axis for axis in AXES if axis in names] and ranks == [*range(len(ranks))]
+        expect(plugin, "torch_device_mesh", wanted, is_ordered)
         sizes: dict[str, Any] = dict.fromkeys(AXES, 1) | dict(zip(names, mesh.shape, strict=True))
         config = ParallelismConfig(**{f"{axis}_size": size for axis, size in sizes.items()})
         config.device_mesh = mesh
         return config
     tensor = 1 if plugin is None else plugin.tp_size
-    if world % tensor:
-        raise SettingsError(
-            f"TorchTensorParallelPlugin(tp_size={tensor}): the world size {world} is not a multiple of it."
-        )
+    expect(plugin, "tp_size", f"a divisor of the world size {world}", world % tensor == 0)
     copies: dict[str, Any] = {"dp_shard_size" if sharded else "dp_replicate_size": world // tensor}
     return ParallelismConfig(tp_size=tensor, **copies)
