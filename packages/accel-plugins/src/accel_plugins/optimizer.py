@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -90,6 +90,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         ):
             # Loading its own state is how an optimizer moves it to its parameters.
             optimizer.load_state_dict(optimizer.state_dict())
+
+    def _switch_parameters(self, parameters_map: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Replace parameters in the groups; parameters that the mapping lacks stay."""
+        for group in self.optimizer.param_groups:
+            group["params"] = [parameters_map.get(parameter, parameter) for parameter in group["params"]]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step the wrapped optimizer if gradients are synchronised now.
