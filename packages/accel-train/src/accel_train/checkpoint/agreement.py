@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from accel_state import hang_monitor
-from accel_state.errors import DistributedOperationException, StalledCollectiveError
+from accel_state.errors import CheckpointError, DistributedOperationException, StalledCollectiveError
 from accel_state.hang_monitor import HangMonitor
 from accel_state.process_group import clone_store, present_values
 from accel_state.rank_status import format_statuses
@@ -42,6 +42,21 @@ def make_all_gather(runtime: Runtime, channel: str, *, in_main_thread: bool) -> 
 def first_problem(problems: Iterable[str]) -> str:
     """Return the first of the problems of all ranks, with its rank; empty if there is none."""
     return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), "")
+
+
+@contextmanager
+def raising_everywhere(
+    agreement: Agreement, operation: str, kind: type[Exception] = CheckpointError
+) -> Generator[None]:
+    """Raise the error of a block on this rank, or a `kind` that names that of another one."""
+    try:
+        yield
+    except Exception as error:  # hooks and state dicts are users' code, and all ranks need the error
+        agreement.exchange(operation, f"{type(error).__name__}: {error}")
+        raise
+    problem = first_problem(agreement.exchange(operation, ""))
+    if problem:
+        raise kind(problem)
 
 
 class SingleProcess:

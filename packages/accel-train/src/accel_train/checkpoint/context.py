@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from torch import nn
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_plugins import sharding
-from accel_state.errors import CheckpointError, SettingsError
+from accel_state.errors import SettingsError
 from accel_state.files import any_path
 from accel_state.remote import AnyPath
 from accel_state.runtime import Runtime
@@ -110,18 +109,6 @@ class CheckpointContext:
         """Wait for all ranks where models are sharded: a gather that one rank begins alone ends processes."""
         if self.strategy.states.is_sharded:
             self.main.exchange(operation, None)
-
-    @contextmanager
-    def raising_everywhere(self, operation: str, kind: type[Exception] = CheckpointError) -> Generator[None]:
-        """Raise the error of a block on this rank, or a `kind` that names that of another one."""
-        try:
-            yield
-        except Exception as error:  # hooks and state dicts are users' code, and all ranks need the error
-            self.main.exchange(operation, f"{type(error).__name__}: {error}")
-            raise
-        problem = checkpoint.agreement.first_problem(self.main.exchange(operation, ""))
-        if problem:
-            raise kind(problem)
 
     @cached_property
     def staging(self) -> HostStaging:

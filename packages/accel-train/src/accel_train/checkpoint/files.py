@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import os
 import shutil
 from collections.abc import Callable, Collection
@@ -29,24 +30,18 @@ def write_file(
 
     It is on disk afterwards if `to_disk`, unless another function is to `flush` it.
     """
-    writer = FileWriter(path, to_disk=to_disk)
-    try:
-        write(writer)
-        record = writer.finish()
-    except BaseException as error:
-        failure, writer.failure = writer.failure, None
+    with FileWriter(path, to_disk=to_disk) as file:
         try:
-            # torch raises an error of its own, without the reason.
-            if failure is not None and failure is not error:
-                raise failure from error
-        finally:
-            del failure  # else a cycle: its traceback holds this frame
-        raise
-    finally:
-        os.close(writer.descriptor)
+            sink = io.BufferedWriter(file, _CHUNK)
+            write(sink)
+            sink.flush()
+        except Exception as error:
+            if file.failure is not None:  # torch raises an error of its own, without the reason
+                raise OSError(*file.failure) from error
+            raise
     if to_disk:
         (flush or flush_file)(path)
-    return record
+    return FileRecord(size=file.size, checksum=file.digest.hexdigest())
 
 
 _CHUNK = 1 << 20  # bytes that are hashed, then written: small enough to be still in the cache
@@ -54,66 +49,51 @@ _STRETCH = 64 << 20  # bytes after which the system is asked to write them out, 
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
-class FileWriter:
+class FileWriter(io.RawIOBase):
     """A new file that is hashed while it is written.
 
     Args:
         to_disk: Whether the system is asked early to write the contents to disk.
 
     Attributes:
-        failure: The error that `write` has raised, if any.
+        failure: The number and text of the error that `write` has raised, if any.
     """
 
-    __slots__ = ("_begun", "_hash", "_pending", "_size", "_to_disk", "descriptor", "failure")
+    failure: tuple[int | None, str | None] | None = None
+    size = 0
 
     def __init__(self, path: Path, *, to_disk: bool) -> None:
         self._to_disk = to_disk
         self._begun = 0  # bytes that the system was asked to write out
+        self.digest = xxhash.xxh3_64()
         path.unlink(missing_ok=True)  # not truncated: it may be a link, such as one that a hook has made
         binary = getattr(os, "O_BINARY", 0)  # without it, Windows writes two bytes for a line feed
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | binary, 0o666)
-        self._hash = xxhash.xxh3_64()
-        self._pending = bytearray()
-        self._size = 0
-        self.failure: OSError | None = None
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | binary, 0o666)
 
-    def write(self, data: Any) -> int:
-        """Append bytes; small ones are buffered."""
-        view = memoryview(data).cast("B")
-        if len(self._pending) + len(view) < _CHUNK:
-            self._pending += view
-        else:
-            self.flush()
-            for begin in range(0, len(view), _CHUNK):
-                self._write_out(view[begin : begin + _CHUNK])
-        return len(view)
+    def writable(self) -> bool:
+        return True
 
-    def flush(self) -> None:
-        """Write the buffer to the operating system."""
-        if self._pending:
-            pending, self._pending = self._pending, bytearray()
-            self._write_out(memoryview(pending))
-
-    def finish(self) -> FileRecord:
-        """Write what is buffered; return what the file has."""
-        self.flush()
-        return FileRecord(size=self._size, checksum=self._hash.hexdigest())
-
-    def _write_out(self, view: memoryview) -> None:
-        self._hash.update(view)
-        self._size += len(view)
+    def write(self, data: Any, /) -> int:
+        """Hash and write the first of some bytes; return their number."""
         try:
-            while view:
-                view = view[os.write(self.descriptor, view) :]
+            count = os.write(self._descriptor, data[:_CHUNK])
         except OSError as error:
-            self.failure = error
+            self.failure = error.errno, error.strerror
             raise
-        if self._to_disk and self._size - self._begun >= _STRETCH:
+        self.digest.update(data[:count])
+        self.size += count
+        if self._to_disk and self.size - self._begun >= _STRETCH:
             library = libc()  # start writing to disk: pages stay cached, and `fsync` reports failures
             if library is not None:
-                offset, count = ctypes.c_int64(self._begun), ctypes.c_int64(self._size - self._begun)
-                library.sync_file_range(self.descriptor, offset, count, _SYNC_FILE_RANGE_WRITE)
-            self._begun = self._size
+                offset, length = ctypes.c_int64(self._begun), ctypes.c_int64(self.size - self._begun)
+                library.sync_file_range(self._descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
+            self._begun = self.size
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            os.close(self._descriptor)
 
 
 _REMOTE_CHUNK = READS * BLOCK_BYTES

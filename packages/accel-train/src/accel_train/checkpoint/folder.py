@@ -129,7 +129,7 @@ def is_unchanged(target: AnyPath, manifest: Manifest | None) -> bool:
         return False
     try:
         return read_manifest(target) == manifest
-    except CheckpointError:  # it cannot be read, and could not be before
+    except (OSError, CheckpointError):  # it cannot be read, and could not be before
         return manifest is None
 
 

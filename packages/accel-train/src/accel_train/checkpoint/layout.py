@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, field
 from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from accel_ops.weights.layout import MODEL_NAME, SAFE_MODEL_NAME, SAFETENSORS_SUFFIX
 from accel_state.errors import CheckpointError
@@ -81,6 +81,9 @@ def is_of_checkpoint(name: str) -> bool:
     return _OURS.fullmatch(name) is not None
 
 
+MODEL_NAMES = safe_weights_name, bin_weights_name, fsdp_weights_name, sharded_model_name
+
+
 def full_weights_names(index: int) -> tuple[str, str, str]:
     """Return the names that a file with all weights of a model may have; the last one is other libraries'.
 
@@ -137,7 +140,6 @@ class Manifest:
     step: int
     iteration: int | None = None
     files: Mapping[str, FileRecord] = field(default_factory=dict[str, FileRecord])
-    format: int = FORMAT
 
     def to_text(self) -> str:
         """Return the manifest as JSON.
@@ -148,7 +150,7 @@ class Manifest:
             True
         """
         table = {
-            "format": self.format,
+            "format": FORMAT,
             "world_size": self.world_size,
             "step": self.step,
             "iteration": self.iteration,
@@ -169,24 +171,12 @@ class Manifest:
             version = table["format"]
             if version == FORMAT and table["checksum"] == CHECKSUM:
                 return cls(
-                    world_size=_typed(table["world_size"], int),
-                    step=_typed(table["step"], int),
-                    iteration=None if table["iteration"] is None else _typed(table["iteration"], int),
-                    files={
-                        _relative(name): FileRecord(
-                            size=_typed(row["size"], int), checksum=_typed(row["checksum"], str)
-                        )
-                        for name, row in table["files"].items()
-                    },
+                    world_size=int(table["world_size"]),
+                    step=int(table["step"]),
+                    iteration=table["iteration"],
+                    files={_relative(name): FileRecord(**row) for name, row in table["files"].items()},
                 )
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-        ) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise CheckpointError(
                 f"{str(where)!r} is damaged ({str(error)[:200]!r}), so this checkpoint cannot be "
                 "verified. Load another one."
@@ -213,24 +203,27 @@ class Manifest:
 
 
 def read_manifest(folder: AnyPath) -> Manifest | None:
-    """Read the manifest of a checkpoint; `None` for one that another library wrote."""
+    """Read the manifest of a checkpoint; `None` for one that another library wrote.
+
+    Raises:
+        CheckpointError: It is damaged, or of an unknown version.
+        OSError: It cannot be read.
+    """
     path = folder / MANIFEST_NAME
     try:
-        return Manifest.from_text(path.read_bytes(), path)
+        text = path.read_bytes()
     except FileNotFoundError:
-        if not path.is_symlink():
-            return None
-        reason = "it is a broken link"
-    except OSError as error:
-        reason = error.strerror or repr(error)
-    raise CheckpointError(f"{str(path)!r} cannot be read ({reason}): load another checkpoint.")
+        if path.is_symlink():
+            raise
+        return None
+    return Manifest.from_text(text, path)
 
 
 def listed_files(folder: AnyPath) -> set[str]:
     """Return the files that the manifest in a folder lists; other files may be anybody's."""
     try:
         manifest = read_manifest(folder)
-    except CheckpointError:
+    except (OSError, CheckpointError):
         manifest = None
     return set() if manifest is None else set(manifest.files)
 
@@ -241,12 +234,3 @@ def _relative(name: str) -> str:
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise ValueError(f"{name!r} is outside the folder")
     return name
-
-
-_Value = TypeVar("_Value")
-
-
-def _typed(value: object, kind: type[_Value]) -> _Value:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is not a {kind.__name__}")
-    return value

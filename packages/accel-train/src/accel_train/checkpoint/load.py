@@ -47,17 +47,10 @@ from accel_state.rng import synchronize_tensor_parallel_rng
 from accel_state.torch_private import is_traceable_wrapper_subclass
 from accel_train.checkpoint import folder as folders
 from accel_train.checkpoint import layout, stores
-from accel_train.checkpoint.agreement import first_problem
+from accel_train.checkpoint.agreement import first_problem, raising_everywhere
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.layout import MODEL_KEY, Manifest
-from accel_train.checkpoint.save import (
-    ENGINE_KEY,
-    NUMPY_KEY,
-    PYTHON_KEY,
-    TORCH_KEY,
-    accelerator_in_use,
-    device_key,
-)
+from accel_train.checkpoint.save import ENGINE_KEY, TORCH_KEY, process_generators
 from accel_train.checkpoint.staging import location_of, read_object
 
 if TYPE_CHECKING:
@@ -105,14 +98,13 @@ def load(
         map_location=location,
         options=options,
     )
-    with run.raising_everywhere(WHAT), _of_one_state(source):
-        models, optimizers = _read(run, source)
+    with raising_everywhere(run.main, WHAT), _of_one_state(source):
+        models, restores = _read(run, source)
     # 2. Restore the objects of this rank.
-    with run.raising_everywhere(WHAT), _of_one_state(source), releasable(source.mapped):
+    with raising_everywhere(run.main, WHAT), _of_one_state(source), releasable(source.mapped):
         _restore_models(run, source, models, to_model)
-        for optimizer, load_optimizer in zip(run.prepared.optimizers, optimizers, strict=True):
-            load_optimizer(optimizer.optimizer)
-        _restore_others(run, source)
+        while restores:  # each is dropped with the state that it holds
+            restores.pop(0)()
     logger.info("Loaded the state from %s.", folder)
     return folder
 
@@ -217,7 +209,6 @@ class CheckpointReader:
         manifest: `None` for a checkpoint that another library wrote.
         map_location: The device to which optimizer states are read first.
         options: More arguments of `torch.load`.
-        opened: The contents of files that were read before they are needed, by name.
         mapped: The tensors of mapped files.
     """
 
@@ -228,7 +219,6 @@ class CheckpointReader:
     device: torch.device
     map_location: torch.device = torch.device("cpu")
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    opened: dict[str, Any] = field(default_factory=dict[str, Any])
     mapped: list[Tensor] = field(default_factory=list[Tensor])
 
     def read(self, name: str) -> Any:
@@ -237,8 +227,6 @@ class CheckpointReader:
         Raises:
             CheckpointError: The file is absent or damaged, or holds objects that are unsafe to load.
         """
-        if name in self.opened:
-            return self.opened.pop(name)
         if not self.has(name):
             raise CheckpointError(
                 f"The checkpoint {str(self.folder)!r} has no {name!r}. Prepare and register the same "
@@ -258,10 +246,6 @@ class CheckpointReader:
                 return read_object(path, **{"map_location": location, **self.options})
         self.mapped.extend(leaf for _, leaf in walk(state) if isinstance(leaf, Tensor))
         return state
-
-    def open(self, name: str) -> None:
-        """Read a file before it is needed."""
-        self.opened[name] = self.read(name)
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has a file: other files in its folder may be anybody's."""
@@ -286,38 +270,74 @@ class CheckpointReader:
         same_world = self.manifest is None or self.manifest.world_size == self.world_size
         return own if same_world and self.has(own) else layout.position_name(0)
 
-    def rng_rank(self) -> int | None:
-        """Return the rank whose RNG states this rank reads: its own, or another rank's if it has none."""
-        saved = self.ranks()
-        return self.rank if self.rank in saved else saved[self.rank % len(saved)] if saved else None
-
     def ranks(self) -> list[int]:
         """Return the ranks whose RNG states were saved."""
         count = self.manifest.world_size if self.manifest is not None else len(list(self.folder.iterdir()))
         return [rank for rank in range(count) if self.has(layout.rng_name(rank))]
 
+    def random_states(self) -> tuple[int, dict[str, Any]]:
+        """Return the RNG states that this rank restores, and before them the rank whose they are."""
+        saved = self.ranks()
+        if not saved:
+            return self.rank, {}
+        rank = self.rank if self.rank in saved else saved[self.rank % len(saved)]
+        return rank, self.read(layout.rng_name(rank))
+
 
 def _read(
     run: CheckpointContext, source: CheckpointReader
-) -> tuple[list[Callable[..., object]], list[Callable[[Optimizer], object]]]:
+) -> tuple[list[Callable[..., object]], list[Callable[[], object]]]:
     """Read or map all files but shards, so that nothing has changed if one is damaged. No collective.
 
     Returns:
-        What loads each model, with options of `load_state_dict`, and each optimizer.
+        What loads each model, with options of `load_state_dict`; what restores everything else, in order.
     """
-    prepared, rank = run.prepared, source.rng_rank()
+    prepared, step, has_scaler = run.prepared, step_of(source), bool(run.precision.state_dict())
     models = [_model_loader(run, source, index) for index in range(len(prepared.models))]
-    optimizers = [_optimizer_loader(run, source, index) for index in range(len(prepared.optimizers))]
-    for name in map(layout.scheduler_name, range(len(prepared.schedulers))):
-        source.open(name)
-    for name in map(layout.custom_name, range(len(run.custom))):
-        source.open(name)
-    optional = [] if rank is None else [layout.rng_name(rank)]
-    optional += [layout.SCALER_NAME] * bool(run.precision.state_dict())
-    optional += [source.position_name()] * bool(prepared.dataloaders)
-    for name in filter(source.has, optional):
-        source.open(name)
-    return models, optimizers
+    restores: list[Callable[[], object]] = [
+        partial(_optimizer_loader(run, source, index), optimizer.optimizer)
+        for index, optimizer in enumerate(prepared.optimizers)
+    ]
+    for index, scheduler in enumerate(prepared.schedulers):
+        restores.append(partial(scheduler.load_state_dict, source.read(layout.scheduler_name(index))))
+    if has_scaler and source.has(layout.SCALER_NAME):
+        restores.append(partial(run.precision.load_state_dict, source.read(layout.SCALER_NAME)))
+    elif has_scaler or source.has(layout.SCALER_NAME):
+        logger.warning(
+            "The checkpoint %s was saved %s a loss scaler, but this run is %s one.",
+            source.folder,
+            *(("without", "with") if has_scaler else ("with", "without")),
+        )
+    if run.recipe is not None and run.recipe.compute_scales is not None:
+        restores.append(partial(run.recipe.compute_scales, prepared.models))
+    restores += position_restores(source, prepared.dataloaders)
+    for index, registered in enumerate(run.custom):
+        restores.append(partial(registered.load_state_dict, source.read(layout.custom_name(index))))
+    restores.append(partial(setattr, run.synchronizer, "step", step))
+    # Last the generators, from which everything else may draw.
+    restores.append(partial(restore_rng, source, *source.random_states(), run.strategy.generators))
+    _warn_about_more(run, source)
+    return models, restores
+
+
+def _warn_about_more(run: CheckpointContext, source: CheckpointReader) -> None:
+    """Warn about the states of objects that this run does not have."""
+    objects: dict[Callable[[int], str], Sequence[Any]] = {
+        layout.optimizer_name: run.prepared.optimizers,
+        layout.sharded_optimizer_name: run.prepared.optimizers,
+        layout.scheduler_name: run.prepared.schedulers,
+        layout.custom_name: run.custom,
+    }
+    if not run.load_hooks:  # which may load models that were not prepared
+        objects |= dict.fromkeys(layout.MODEL_NAMES, run.prepared.models)
+    for name_of, known in objects.items():
+        name = name_of(len(known))
+        if source.has(name) or source.has(f"{name}/{INDEX_NAME}"):
+            logger.warning(
+                "%s is in the checkpoint %s, but no object was prepared or registered for it.",
+                name,
+                source.folder,
+            )
 
 
 def _model_loader(run: CheckpointContext, source: CheckpointReader, index: int) -> Callable[..., object]:
@@ -341,12 +361,13 @@ def _model_loader(run: CheckpointContext, source: CheckpointReader, index: int) 
     read = None if source.has(name) else _foreign(source, index)
     if read is not None:
         return lambda model, **options: states.load_full_state_dict(model, read().weights(), **options)
-    if source.has(name) or not run.load_hooks:  # which may load what they have written themselves
-        source.open(name)
+    # Hooks may load what they have written themselves.
+    state = None if run.load_hooks and not source.has(name) else source.read(name)
 
     def load_full(model: nn.Module, **options: Any) -> None:
         core = extract_model_from_parallel(model, keep_torch_compile=False)
-        states.load_full_state_dict(model, with_tied_names(source.read(name), core), **options)
+        saved = source.read(name) if state is None else state
+        states.load_full_state_dict(model, with_tied_names(saved, core), **options)
 
     return load_full
 
@@ -362,15 +383,15 @@ def _optimizer_loader(
         return lambda _: None  # loaded with its model
     read = None if source.has(name) else _foreign(source, index)
     if read is None:
-        source.open(name)
-        return lambda optimizer: states.load_full_optimizer_state(optimizer, models, source.read(name))
+        state = source.read(name)
+        return lambda optimizer: states.load_full_optimizer_state(optimizer, models, state)
 
     def load_foreign(optimizer: Optimizer) -> None:
         saved = read()
-        state = saved.numbered_optimizer()
-        if state is None:
-            state = state_by_index(saved.optimizer(), parameter_names(optimizer, models))
-        states.load_full_optimizer_state(optimizer, models, state)
+        numbered = saved.numbered_optimizer()
+        if numbered is None:
+            numbered = state_by_index(saved.optimizer(), parameter_names(optimizer, models))
+        states.load_full_optimizer_state(optimizer, models, numbered)
 
     return load_foreign
 
@@ -404,7 +425,7 @@ def _restore_models(
     models, folder = run.bare_models, source.folder
     wrapped = dict(zip(map(id, models), run.prepared.models, strict=True))
     with ExitStack() as stack:
-        stack.enter_context(run.raising_everywhere(WHAT))  # what follows has collectives
+        stack.enter_context(raising_everywhere(run.main, WHAT))  # what follows has collectives
         if run.load_hooks and isinstance(folder, RemotePath):  # hooks read files of this machine
             local = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="accel-hooks-")))
             stores.download_others(folder, local)
@@ -413,33 +434,6 @@ def _restore_models(
             hook(models, str(folder))
     for bare, load_model in zip(models, loaders, strict=False):
         load_model(wrapped.get(id(bare), bare), **options)
-    if not run.load_hooks:
-        count = len(models)
-        _warn_about_more(source, *layout.full_weights_names(count), layout.sharded_model_name(count))
-
-
-def _restore_others(run: CheckpointContext, source: CheckpointReader) -> None:
-    """Restore all but models and optimizers; last the generators, from which everything else may draw."""
-    prepared, count = run.prepared, len(run.prepared.optimizers)
-    _warn_about_more(source, layout.optimizer_name(count), layout.sharded_optimizer_name(count))
-    restore_states(
-        source, layout.scheduler_name, [scheduler.load_state_dict for scheduler in prepared.schedulers]
-    )
-    has_scaler, has_state = bool(run.precision.state_dict()), source.has(layout.SCALER_NAME)
-    if has_scaler and has_state:
-        run.precision.load_state_dict(source.read(layout.SCALER_NAME))
-    elif has_scaler or has_state:
-        logger.warning(
-            "The checkpoint %s was saved %s a loss scaler, but this run is %s one.",
-            source.folder,
-            *(("without", "with") if has_scaler else ("with", "without")),
-        )
-    if run.recipe is not None and run.recipe.compute_scales is not None:
-        run.recipe.compute_scales(prepared.models)
-    restore_positions(source, prepared.dataloaders)
-    restore_states(source, layout.custom_name, [registered.load_state_dict for registered in run.custom])
-    run.synchronizer.step = step_of(source)
-    restore_rng(source, run.strategy.generators)
 
 
 def with_tied_names(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -471,34 +465,13 @@ def with_tied_names(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any
     return complete
 
 
-def _warn_about_more(source: CheckpointReader, *names: str) -> None:
-    """Warn about files or folders of shards with the state of an object that the run does not have."""
-    for name in names:
-        if source.has(name) or source.has(f"{name}/{INDEX_NAME}"):
-            logger.warning(
-                "%s is in the checkpoint %s, but no object was prepared or registered for it.",
-                name,
-                source.folder,
-            )
-
-
-def restore_states(
-    source: CheckpointReader, name_of: Callable[[int], str], loads: Sequence[Callable[[Any], Any]]
-) -> None:
-    """Load the state of optimizers, schedulers or registered objects."""
-    for index, load in enumerate(loads):
-        load(source.read(name_of(index)))
-    _warn_about_more(source, name_of(len(loads)))
-
-
-def restore_positions(source: CheckpointReader, dataloaders: Sequence[Any]) -> None:
-    """Resume the epoch of the loaders, with any number of ranks.
+def position_restores(source: CheckpointReader, dataloaders: Sequence[Any]) -> list[Callable[[], object]]:
+    """Return what resumes the epoch of the loaders, with any number of ranks.
 
     Stateful loaders, and those with `resume_mid_epoch`, resume at the next batch; others restart the epoch.
     """
     if not dataloaders:
-        return
-    lost: list[int] = []
+        return []
     name = source.position_name()
     if source.has(name):
         states = source.read(name)["loaders"]
@@ -509,51 +482,63 @@ def restore_positions(source: CheckpointReader, dataloaders: Sequence[Any]) -> N
                 len(states),
                 len(dataloaders),
             )
-        for loader, state in zip(dataloaders, states, strict=False):
-            resumes = loader.resume_mid_epoch or loader.use_stateful_dataloader
-            (loader.load_state_dict if resumes else loader.load_epoch)(state)
-        return
-    for index, loader in enumerate(dataloaders):  # those of another library
-        name = layout.loader_state_name(index)
-        if loader.use_stateful_dataloader and source.has(name):
-            loader.load_state_dict(source.read(name))
-        else:
-            lost.append(index)
-    if lost:
+        return [
+            partial(
+                loader.load_state_dict
+                if loader.resume_mid_epoch or loader.use_stateful_dataloader
+                else loader.load_epoch,
+                state,
+            )
+            for loader, state in zip(dataloaders, states, strict=False)
+        ]
+    # Those of another library.
+    names = {loader: layout.loader_state_name(index) for index, loader in enumerate(dataloaders)}
+    known = [loader for loader in dataloaders if loader.use_stateful_dataloader and source.has(names[loader])]
+    if len(known) < len(dataloaders):
         logger.warning(
             "The checkpoint %s has no position of data loader(s) %s: they begin a new epoch.",
             source.folder,
-            ", ".join(map(str, lost)),
+            ", ".join(str(index) for index, loader in enumerate(dataloaders) if loader not in known),
         )
     if source.has(layout.sampler_name(0)):
         logger.warning("%s holds a pickled sampler and is not read.", source.folder / layout.sampler_name(0))
+    return [partial(loader.load_state_dict, source.read(names[loader])) for loader in known]
 
 
 def step_of(source: CheckpointReader) -> int:
     """Return the number of micro-batches after the last optimizer step at the time of saving."""
     if source.manifest is not None:
         return source.manifest.step
-    rank = source.rng_rank()  # other libraries keep the number there
-    return 0 if rank is None else int(source.read(layout.rng_name(rank)).get("step", 0))
+    return int(source.random_states()[1].get("step", 0))  # other libraries keep the number there
 
 
-def restore_rng(source: CheckpointReader, generators: Generators | None = None) -> None:
-    """Restore the RNG states of this rank, and those of an engine.
+def restore_rng(
+    source: CheckpointReader,
+    saved_rank: int,
+    states: Mapping[str, Any],
+    generators: Generators | None = None,
+) -> None:
+    """Restore the RNG states of this rank, or seed from those of another one; restore those of an engine.
 
     A collective over ranks that share layers.
     """
-    saved_rank = source.rng_rank()
-    if saved_rank is None:
+    if not states:
         logger.warning("The checkpoint %s has no random number states.", source.folder)
         return
-    states: dict[str, Any] = source.read(layout.rng_name(saved_rank))
+    complaints: list[str] = []
     if saved_rank == source.rank:
-        complaints = _write_rng(states, source.device)
+        own = process_generators(source.device)
+        kept = {key: state for key, state in states.items() if state != []}  # of Accelerate, without devices
+        for key in own.keys() & kept:
+            own[key][1](kept[key])
+        complaints += [f"{key!r} is absent" for key in sorted(own.keys() - states)]
+        more = kept.keys() - own.keys() - {"step", ENGINE_KEY}
+        complaints += [f"{key!r} is for devices that this machine lacks" for key in sorted(more)]
     else:
         digest = hashlib.blake2b(digest_size=8)
         digest.update(states[TORCH_KEY].numpy().tobytes() if TORCH_KEY in states else b"")
         digest.update(str(source.rank).encode())
-        seed, complaints = int.from_bytes(digest.digest(), "little") >> 1, list[str]()
+        seed = int.from_bytes(digest.digest(), "little") >> 1
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)  # seeds the generators of all devices
@@ -577,35 +562,6 @@ def restore_rng(source: CheckpointReader, generators: Generators | None = None) 
             source.folder,
             "; ".join(complaints),
         )
-
-
-def _write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
-    """Set all generators; return one phrase for each that could not be restored."""
-    setters: dict[str, Callable[[Any], object]] = {
-        PYTHON_KEY: lambda state: random.setstate((state[0], tuple(state[1]), state[2])),
-        NUMPY_KEY: np.random.set_state,
-        TORCH_KEY: torch.set_rng_state,
-    }
-    kind, complaints = accelerator_in_use(device), list[str]()
-    if kind is not None:
-        key, module, saved = device_key(kind), kind.module, len(states.get(device_key(kind), []))
-        if hasattr(module, "get_rng_state_all"):
-            count = module.device_count()
-            setters[key] = lambda values: [*map(module.set_rng_state, values, range(count))]
-            if saved not in {0, count}:
-                complaints.append(f"{key!r} has states of {saved} devices, but there are {count}")
-        else:  # mps and xla have one device
-            setters[key] = lambda values: [*map(module.set_rng_state, values[:1])]
-    for key, write in setters.items():
-        if key in states:
-            write(states[key])
-        else:
-            complaints.append(f"{key!r} is absent")
-    return complaints + [
-        f"{key!r} is for devices that this machine lacks"
-        for key in sorted({*states} - {*setters, "step", ENGINE_KEY})
-        if states[key] != []  # what Accelerate writes without a device
-    ]
 
 
 def restore_model_shards(

@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from accel_plugins import sharding
 from accel_plugins.sharding.state import INDEX_NAME, StateForm, local_metadata_file, shard_file
-from accel_state.device_kinds import DeviceKind, available_kind, kind_of
+from accel_state.device_kinds import available_kind, kind_of
 from accel_state.errors import (
     CheckpointError,
     CheckpointWriteError,
@@ -31,11 +31,10 @@ from accel_state.errors import (
     SettingsError,
 )
 from accel_state.files import any_path
-from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemotePath
 from accel_train import observing
 from accel_train.checkpoint import folder, layout
-from accel_train.checkpoint.agreement import AbsentRankError, Agreement, SingleProcess
+from accel_train.checkpoint.agreement import AbsentRankError, Agreement, SingleProcess, raising_everywhere
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.files import flush_file, make_folder, record_of, remove, sizes_in, write_file
 from accel_train.checkpoint.layout import FileRecord, Manifest
@@ -56,26 +55,25 @@ def save(
     """Save the state of a run, as `Accelerator.save_state`; return the checkpoint, complete if `blocking`."""
     run.finish()
     target = target_of(run, output_dir)
-    _check_target(run, target)
     iteration, step = run.project.iteration if run.is_automatic else None, run.synchronizer.step
-    arguments = {
+    observer, replicas = observing.observer, run.strategy.replicas
+    is_observed = observer is not None and not observer.saved(
+        run, target, partial(_files_of_run, run, SingleProcess(), safe=safe)
+    )
+    if is_observed or (replicas is not None and not replicas.is_saver):
+        run.project.iteration += run.is_automatic
+        return Saving(str(target))  # another replica group has the same state, and saves it
+    # 1. Agree on a staging folder.
+    call = {
         "folder": str(target),
         "iteration": iteration,
         "safe": safe,
         "blocking": blocking,
         "to_disk": to_disk,
     }
-    observer, replicas = observing.observer, run.strategy.replicas
-    is_observed = observer is not None and not observer.saved(
-        run, target, partial(_files_of_run, run, safe=safe, hooks_end=SingleProcess())
-    )
-    if is_observed or (replicas is not None and not replicas.is_saver):
-        run.project.iteration += run.is_automatic
-        return Saving(str(target))  # another replica group has the same state, and saves it
-    # 1. Agree on a staging folder.
     main, background = run.main, run.background
     try:
-        staging, has_hooks = _agree(run, arguments, target, main)
+        staging = _agree(run, call, target, main)
     except AbsentRankError as error:
         if run.rank > 0:
             run.project.iteration += run.is_automatic
@@ -87,7 +85,7 @@ def save(
             error,
         )
         main = background = SingleProcess()
-        staging, has_hooks = _agree(run, arguments, target, main)
+        staging = _agree(run, call, target, main)
     if step:
         logger.warning(
             "The state is saved %d micro-batch(es) after the last optimizer step; their gradients are not "
@@ -97,53 +95,45 @@ def save(
     run.project.iteration += run.is_automatic
     job = _Job(
         run=run,
+        agreement=background,
         target=target,
         staging=staging,
         local=staging if isinstance(staging, Path) else Path(tempfile.mkdtemp(prefix="accel-upload-")),
         to_disk=to_disk,
         manifest=Manifest(world_size=background.world_size, step=step, iteration=iteration),
     )
-    # 2. Collect the states, and copy them to host memory if a thread is to write them.
-    files: list[CheckpointFile] = []
-
-    def work(problem: str = "") -> None:
-        try:
-            written, problem = ({}, problem) if problem else _write(job, files)
-            _commit_when_written(job, background, written, problem)
-        finally:
-            files.clear()
-            job.clean()
-
-    saving, failures = Saving(str(target), work), list[Exception]()
+    # 2. Collect the states, copied to host memory if a thread is to write them; write and commit them.
+    failure: Exception | None = None
     try:
-        files += _files_of_run(run, job.local, safe=safe, hooks_end=main if has_hooks else SingleProcess())
+        job.files.extend(_files_of_run(run, main, job.local, safe=safe))
         if not blocking:
-            files[:] = [file._replace(state=run.staging.copy(file.state)) for file in files]
+            job.files[:] = [file._replace(state=run.staging.copy(file.state)) for file in job.files]
     except Exception as error:  # noqa: BLE001 - hooks and state dicts are users' code, and all ranks need the error
-        failures.append(error)
+        failure = error
+        job.problem = f"rank {run.rank} failed before writing: {error!r}"
     except BaseException:
         job.clean()
         raise
-    # 3. Write and commit them, here or in the thread.
     try:
-        if failures:
-            work(f"rank {run.rank} failed before writing: {failures[0]!r}")
-        elif blocking:
-            work()
-        else:
-            run.saving = saving
-            saving.start()
-            return saving
+        if not blocking and failure is None:
+            run.saving = Saving(str(target), job.work)
+            run.saving.start()
+            return run.saving
+        job.work()
     except CheckpointWriteError as error:
-        raise error from (failures[0] if failures else None)
+        raise error from failure
     finally:
-        failures.clear()  # else a cycle: their tracebacks hold this frame
+        failure = None  # else a cycle: its traceback holds this frame
     logger.info("Saved the state to %s.", target)
-    return saving
+    return Saving(str(target))
 
 
 def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None) -> AnyPath:
-    """Return the folder of the next checkpoint."""
+    """Return the folder of the next checkpoint.
+
+    Raises:
+        SettingsError: There is none; each node would keep only a part of it; or a store cannot hold it.
+    """
     if run.is_automatic:
         target = run.numbered / layout.numbered_name(run.project.iteration)
         if output_dir is not None:
@@ -152,40 +142,37 @@ def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None)
                 str(output_dir),
                 target,
             )
-        return target
-    if output_dir is None:
+    elif output_dir is None:
         raise SettingsError(
             "save_state() needs an output_dir, unless the Accelerator has a "
             "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
         )
-    return any_path(output_dir, "save_state(output_dir)")
-
-
-def _check_target(run: CheckpointContext, target: AnyPath) -> None:
-    """Reject checkpoints of which each node keeps only a part, and those that an object store cannot hold."""
-    topology, form, is_remote = run.runtime.topology, run.form, isinstance(target, RemotePath)
-    has_parts = topology.world_size > topology.local_world_size and form is not StateForm.FULL
-    if run.project.save_on_each_node and (has_parts or is_remote):
-        reason = (
-            "every host would keep only a part of the model. Use state_dict_type='FULL_STATE_DICT', or a "
-            "folder that all hosts share."
-            if has_parts
-            else f"all hosts share {str(target)!r}. Remove this option."
-        )
-        raise SettingsError(f"ProjectConfiguration(save_on_each_node=True): {reason}")
-    if is_remote and form is StateForm.NATIVE:
+    else:
+        target = any_path(output_dir, "save_state(output_dir)")
+    topology, is_remote = run.runtime.topology, isinstance(target, RemotePath)
+    if run.project.save_on_each_node:
+        if topology.world_size > topology.local_world_size and run.form is not StateForm.FULL:
+            raise SettingsError(
+                "ProjectConfiguration(save_on_each_node=True): every host would keep only a part of the "
+                "model. Use state_dict_type='FULL_STATE_DICT', or a folder that all hosts share."
+            )
+        if is_remote:
+            raise SettingsError(
+                f"ProjectConfiguration(save_on_each_node=True): all hosts share {str(target)!r}. Remove this "
+                "option."
+            )
+    if is_remote and run.form is StateForm.NATIVE:
         raise SettingsError(
             f"The strategy {run.strategy.name!r} reads its files from a local folder, and {str(target)!r} "
             "is on an object store: save to a folder, or with state_dict_type='SHARDED_STATE_DICT'."
         )
+    return target
 
 
-def _agree(
-    run: CheckpointContext, arguments: dict[str, Any], target: AnyPath, agreement: Agreement
-) -> tuple[AnyPath, bool]:
-    """Agree with all ranks on the arguments; return the path to write to, and whether any rank has hooks."""
+def _agree(run: CheckpointContext, call: dict[str, Any], target: AnyPath, agreement: Agreement) -> AnyPath:
+    """Agree with all ranks on the arguments; return the path to write to."""
     # 1. Make the staging folder. A number must be the largest: the newest checkpoint would be pruned first.
-    staging, problem, exists, iteration = None, "", False, arguments["iteration"]
+    staging, problem, exists, iteration = None, "", False, call["iteration"]
     if run.commits:
         try:
             numbers = [] if iteration is None else folder.numbers(target.parent, since=iteration)
@@ -199,31 +186,27 @@ def _agree(
                 staging = folder.make_staging(target)
         except (OSError, CheckpointError) as error:
             name = getattr(error, "filename", None) or target
-            reason = getattr(error, "strerror", None) or str(error)
-            problem = f"{str(name)!r} could not be created: {reason}"
+            problem = f"{str(name)!r} could not be created: {getattr(error, 'strerror', None) or error}"
     if run.project.save_on_each_node:  # hosts that share no file system may have folders of other names
-        arguments = arguments | {"folder": ""}
-    row = {"staging": "" if staging is None else str(staging), "problem": problem, "exists": exists}
-    row |= {"arguments": arguments, "has_hooks": bool(run.save_hooks)}
+        call = call | {"folder": ""}
     # 2. Compare what all ranks say. Rank 0 may save alone what it has in full.
     try:
-        rows = agreement.exchange(WHAT, row, alone=None if run.strategy.states.is_sharded else arguments)
-        if any(row["arguments"] != arguments for row in rows):
-            calls = [", ".join(map("{0[0]}={0[1]!r}".format, row["arguments"].items())) for row in rows]
+        row = call, problem, exists, str(staging)
+        rows = agreement.exchange(WHAT, row, alone=None if run.strategy.states.is_sharded else call)
+        if any(other != call for other, *_ in rows):
+            calls = [", ".join(map("{0[0]}={0[1]!r}".format, other.items())) for other, *_ in rows]
             raise DistributedOperationException(
                 "save_state() was called with different arguments: "
-                + "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
+                + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
             )
-        for rank, row in enumerate(rows):
-            if row["problem"]:
-                kind = SettingsError if row["exists"] else CheckpointWriteError
-                raise kind(f"rank {rank}: {row['problem']}")
+        for rank, (_, problem, exists, _) in enumerate(rows):
+            if problem:
+                raise (SettingsError if exists else CheckpointWriteError)(f"rank {rank}: {problem}")
     except BaseException:
         if isinstance(staging, Path):  # the next save replaces what was uploaded to a store
             remove(staging)
         raise
-    path = any_path(rows[run.committer]["staging"], "the staging folder")
-    return path, any(row["has_hooks"] for row in rows)
+    return any_path(rows[run.committer][-1], "the staging folder")
 
 
 class CheckpointFile(NamedTuple):
@@ -235,20 +218,16 @@ class CheckpointFile(NamedTuple):
 
 
 def _files_of_run(
-    run: CheckpointContext, local: Path, *, safe: bool, hooks_end: Agreement
+    run: CheckpointContext, agreement: Agreement, local: Path, *, safe: bool
 ) -> list[CheckpointFile]:
     """Run the hooks, and wait until those of all ranks have ended; return the files that this rank writes."""
     # 1. Get the full weights, if models are not sharded, and show them to the hooks.
     prepared, states, form = run.prepared, run.strategy.states, run.form
     full = form is StateForm.FULL
-    weights = [states.full_state_dict(model, keep=run.commits) for model in prepared.models if full]
-    failures: list[Exception] = []
-    try:
+    with raising_everywhere(agreement, WHAT):  # hooks may write files of the same names, which are replaced
+        weights = [states.full_state_dict(model, keep=run.commits) for model in prepared.models if full]
         for hook in tuple(run.save_hooks.values()):
             hook(run.bare_models, weights, str(local))
-    except Exception as error:  # noqa: BLE001 - raised below: other ranks wait in the collectives that follow
-        failures.append(error)
-    hooks_end.exchange(WHAT, None)  # they may write files of the same names, which are then replaced
     # 2. List what the committer writes for all ranks, this rank's shards, and its own states.
     optimizers = [
         states.full_optimizer_state(optimizer.optimizer, prepared.models, keep=run.commits)
@@ -278,8 +257,6 @@ def _files_of_run(
         state = registered.state_dict()  # on every rank: perhaps a collective
         if run.commits:
             files.append(CheckpointFile(layout.custom_name(index), state))
-    if failures:
-        raise failures.pop()  # it stays in no frame that its traceback holds
     device, generators = run.runtime.device, run.strategy.generators
     return files + rank_files(prepared.dataloaders, generators, rank=run.rank, device=device)
 
@@ -330,15 +307,7 @@ def rank_files(
     if dataloaders:
         positions = {"loaders": [loader.state_dict() for loader in dataloaders]}
         files.append(CheckpointFile(layout.position_name(rank), positions))
-    states: dict[str, Any] = {
-        PYTHON_KEY: random.getstate(),
-        NUMPY_KEY: np.random.get_state(),
-        TORCH_KEY: torch.get_rng_state(),
-    }
-    kind = accelerator_in_use(device)
-    if kind is not None:
-        read_all = getattr(kind.module, "get_rng_state_all", None)  # mps and xla have one device
-        states[device_key(kind)] = [kind.module.get_rng_state()] if read_all is None else read_all()
+    states = {key: read() for key, (read, _) in process_generators(device).items()}
     engine = None if generators is None else generators.state_dict()
     if engine:
         states[ENGINE_KEY] = engine
@@ -347,56 +316,109 @@ def rank_files(
     return [*files, CheckpointFile(layout.rng_name(rank), states)]
 
 
-PYTHON_KEY = "random_state"
-NUMPY_KEY = "numpy_random_seed"
 TORCH_KEY = "torch_manual_seed"
 ENGINE_KEY = "engine_random_state"
 """The key of the states of generators that a strategy has of its own."""
 
 
-def accelerator_in_use(device: torch.device) -> DeviceKind | None:
-    """Return the kind of a process's device; of one on the CPU, what its program uses besides."""
+def process_generators(device: torch.device) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Return what reads and what writes each generator of this process, by its key in a checkpoint."""
+    table: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+        "random_state": (
+            random.getstate,
+            lambda state: random.setstate((state[0], tuple(state[1]), state[2])),
+        ),
+        "numpy_random_seed": (np.random.get_state, np.random.set_state),
+        TORCH_KEY: (torch.get_rng_state, torch.set_rng_state),
+    }
+    # The kind of the device; on the CPU, what the program uses besides.
     kind = available_kind() if device.type == "cpu" else kind_of(device)
     is_used = kind.type == device.type or getattr(kind.module, "is_initialized", bool)()
-    return kind if is_used and kind.type != "cpu" else None
+    if is_used and kind.type != "cpu":
+        module, read_all = kind.module, getattr(kind.module, "get_rng_state_all", None)
+
+        def write(states: Any) -> None:
+            if read_all is None:  # mps and xla have one device
+                module.set_rng_state(states[0])
+                return
+            count = module.device_count()
+            if len(states) != count:
+                logger.warning("There are random states of %d devices, but %d devices.", len(states), count)
+            for number, state in zip(range(count), states, strict=False):
+                module.set_rng_state(state, number)
+
+        read = read_all or (lambda: [module.get_rng_state()])
+        table[f"torch_{kind.type}_manual_seed"] = read, write
+    return table
 
 
-def device_key(kind: DeviceKind) -> str:
-    """Return the key of the states of the generators of devices."""
-    return f"torch_{kind.type}_manual_seed"
-
-
-@frozen
+@dataclass
 class _Job:
     """This rank's share of one save.
 
     Args:
+        agreement: Between the threads that write.
         local: Where this rank writes: `staging`, or a folder from which files are uploaded to it.
         to_disk: Whether everything must be on disk before the checkpoint is committed.
         manifest: The manifest, still without files.
+        problem: Why nothing can be written.
     """
 
     run: CheckpointContext
+    agreement: Agreement
     target: AnyPath
     staging: AnyPath
     local: Path
     to_disk: bool
     manifest: Manifest
+    files: list[CheckpointFile] = field(default_factory=list[CheckpointFile])
+    problem: str = ""
 
     def clean(self) -> None:
         """Remove what the folders still hold that this rank has made."""
         if self.run.commits or self.local != self.staging:
             remove(self.local)
 
+    def work(self) -> None:
+        """Write this rank's files; commit the checkpoint once every rank has written its own.
 
-def _write(job: _Job, parts: Sequence[CheckpointFile]) -> tuple[dict[str, FileRecord], str]:
-    """Write this rank's files; return their records, and the error, which goes to all ranks."""
+        Raises:
+            CheckpointWriteError: A rank has failed. The checkpoint is removed, and older ones are unchanged.
+        """
+        try:
+            written = {} if self.problem else _write(self)
+            # 1. All-gather what was written.
+            row = {name: asdict(record) for name, record in written.items()}, self.problem, self.run.committer
+            rows = self.agreement.exchange(WHAT, row)
+            problems = [problem for _, problem, _ in rows if problem]
+            # 2. Commit it, or remove it, before another rank may return.
+            self.problem = ""
+            if self.run.commits and not problems:
+                ranks = [rank for rank, (*_, committer) in enumerate(rows) if committer == self.run.rank]
+                records = {name: FileRecord(**row) for rank in ranks for name, row in rows[rank][0].items()}
+                self.problem = _commit(self, ranks, records)
+        finally:
+            self.files.clear()
+            self.clean()
+        # 3. Return on every rank when it is committed.
+        problems += filter(None, self.agreement.exchange(WHAT, self.problem, last=True))
+        if problems:
+            if isinstance(self.staging, Path):
+                remove(self.staging)  # of a host that does not share the committer's folder
+            raise CheckpointWriteError(
+                f"There is no new checkpoint at {str(self.target)!r}: {'; '.join(problems)}. "
+                "Older ones are unchanged."
+            )
+
+
+def _write(job: _Job) -> dict[str, FileRecord]:
+    """Write this rank's files; return their records, and note the error, which goes to all ranks."""
     files: dict[str, FileRecord] = {}
     name, flushes = str(job.staging), list[Future[None]]()
     store = job.staging if isinstance(job.staging, RemotePath) else None
     try:
         with ThreadPoolExecutor(_FLUSHES, "accel-flush") as threads:  # while others are written
-            for name, state, write in parts:
+            for name, state, write in job.files:
                 make_folder((job.local / name).parent)
                 files[name] = write_file(
                     job.local / name,
@@ -414,41 +436,11 @@ def _write(job: _Job, parts: Sequence[CheckpointFile]) -> tuple[dict[str, FileRe
                     (store / name).upload(path)
     except Exception as error:
         logger.debug("%s", name, exc_info=error)
-        return files, _describe_error(job.run.rank, name, error)
-    return files, ""
+        job.problem = _describe_error(job, name, error)
+    return files
 
 
 _FLUSHES = 8  # files that are flushed at the same time
-
-
-def _commit_when_written(
-    job: _Job, agreement: Agreement, files: Mapping[str, FileRecord], error: str
-) -> None:
-    """Commit the checkpoint once every rank has written its files.
-
-    Raises:
-        CheckpointWriteError: A rank has failed. The checkpoint is removed, and older ones are unchanged.
-    """
-    # 1. All-gather what was written.
-    row = {name: asdict(record) for name, record in files.items()}, error, job.run.committer
-    rows = agreement.exchange(WHAT, row)
-    problems = [problem for _, problem, _ in rows if problem]
-    # 2. Commit it, or remove it, before another rank may return.
-    problem = ""
-    if job.run.commits and not problems:
-        ranks = [rank for rank, (_, _, committer) in enumerate(rows) if committer == job.run.rank]
-        written = {name: FileRecord(**record) for rank in ranks for name, record in rows[rank][0].items()}
-        problem = _commit(job, ranks, written)
-    job.clean()
-    # 3. Return on every rank when it is committed.
-    problems += filter(None, agreement.exchange(WHAT, problem, last=True))
-    if problems:
-        if isinstance(job.staging, Path):
-            remove(job.staging)  # of a host that does not share the committer's folder
-        raise CheckpointWriteError(
-            f"There is no new checkpoint at {str(job.target)!r}: {'; '.join(problems)}. "
-            "Older ones are unchanged."
-        )
 
 
 def _commit(job: _Job, ranks: Sequence[int], files: dict[str, FileRecord]) -> str:
@@ -475,7 +467,7 @@ def _commit(job: _Job, ranks: Sequence[int], files: dict[str, FileRecord]) -> st
             files[name] = record_of(job.staging / name, to_disk=job.to_disk)
         folder.commit(job.staging, job.target, replace(job.manifest, files=files), to_disk=job.to_disk)
     except (OSError, CheckpointError) as error:
-        return _describe_error(job.run.rank, str(getattr(error, "filename", None) or job.target), error)
+        return _describe_error(job, str(getattr(error, "filename", None) or job.target), error)
     _prune(job)
     return ""
 
@@ -488,19 +480,15 @@ def _prune(job: _Job) -> None:
     project = job.target.parent
     try:
         older = sorted({*folder.list_complete(project)} - {newest})
-    except OSError as error:
-        logger.warning("No older checkpoints were deleted, since %s cannot be listed: %s", project, error)
-        return
-    for iteration in older[: max(0, len(older) + 1 - max(1, limit))]:
-        try:
+        for iteration in older[: max(0, len(older) + 1 - max(1, limit))]:
             folder.delete(project / layout.numbered_name(iteration))
-        except OSError as error:
-            logger.warning("checkpoint_%d could not be deleted: %s", iteration, error)
+    except OSError as error:
+        logger.warning("Older checkpoints could not be deleted from %s: %s", project, error)
 
 
-def _describe_error(rank: int, name: str, error: Exception) -> str:
+def _describe_error(job: _Job, name: str, error: Exception) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{error!r}"
-    return f"rank {rank} could not write {name!r}: {reason}"
+    return f"rank {job.run.rank} could not write {name!r}: {reason}"
 
 
 class Saving:
@@ -512,16 +500,11 @@ class Saving:
     """
 
     def __init__(self, path: str, work: Callable[[], None] | None = None) -> None:
-        self._path = path
+        self.path = path
         self._work = work
         self._error: BaseException | None = None
         self._raised = False
         self._thread: threading.Thread | None = None
-
-    @property
-    def path(self) -> str:
-        """The folder of the checkpoint, once it is committed."""
-        return self._path
 
     @property
     def done(self) -> bool:
@@ -542,7 +525,7 @@ class Saving:
         self._raised = True
         if self._error is not None:
             raise self._error
-        return self._path
+        return self.path
 
     def start(self) -> None:
         """Start the writer thread; called once."""
@@ -557,10 +540,10 @@ class Saving:
             self.wait()
 
     def __fspath__(self) -> str:
-        return self._path
+        return self.path
 
     def __repr__(self) -> str:
-        return f"Saving({self._path!r}, done={self.done})"
+        return f"Saving({self.path!r}, done={self.done})"
 
     def _run(self) -> None:
         work, self._work = self._work, None  # it refers to the run, and so to its models

@@ -29,16 +29,16 @@ from accel_state.logging import get_logger
 from accel_state.partial_state import PartialState
 from accel_state.remote import AnyPath, RemotePath
 from accel_train.checkpoint import layout
+from accel_train.checkpoint.agreement import raising_everywhere
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.files import make_folder, move, remove, write_file
 from accel_train.checkpoint.layout import MODEL_KEY, read_manifest
 from accel_train.checkpoint.load import (
     CheckpointReader,
+    position_restores,
     restore_model_shards,
     restore_optimizer_shards,
-    restore_positions,
     restore_rng,
-    restore_states,
     step_of,
     with_tied_names,
 )
@@ -148,12 +148,15 @@ def load_accelerator_state(
     for index, model in enumerate(models):
         weights = source.read(source.weights_name(index))
         model.load_state_dict(with_tied_names(weights, model), **load_model_func_kwargs)
-    restore_states(source, layout.optimizer_name, [optimizer.load_state_dict for optimizer in optimizers])
-    restore_states(source, layout.scheduler_name, [scheduler.load_state_dict for scheduler in schedulers])
+    for index, optimizer in enumerate(optimizers):
+        optimizer.load_state_dict(source.read(layout.optimizer_name(index)))
+    for index, scheduler in enumerate(schedulers):
+        scheduler.load_state_dict(source.read(layout.scheduler_name(index)))
     if scaler is not None:
         scaler.load_state_dict(source.read(layout.SCALER_NAME))
-    restore_positions(source, dataloaders)
-    restore_rng(source)
+    for resume in position_restores(source, dataloaders):
+        resume()
+    restore_rng(source, *source.random_states())
     return {"step": step_of(source)}
 
 
@@ -223,7 +226,7 @@ def save_fsdp_model(
     run, folder = _run_of(accelerator, use_dcp=use_dcp), local_path(output_dir, "output_dir")
     states = run.strategy.states
     if form_of(fsdp_plugin) is StateForm.FULL:
-        with run.raising_everywhere(*_SAVING):
+        with raising_everywhere(run.main, *_SAVING):
             state = states.full_state_dict(model, keep=run.rank == 0)
             make_folder(folder)
             save(_adapter_of(model, state, adapter_only), folder / layout.fsdp_weights_name(model_index))
@@ -259,11 +262,11 @@ def load_fsdp_model(
     run, folder = _run_of(accelerator, use_dcp=use_dcp), local_path(input_dir, "input_dir")
     strict = {"strict": False} if adapter_only and _has_adapter(model) else {}
     if form_of(fsdp_plugin) is StateForm.FULL:
-        with run.raising_everywhere("load_fsdp_model()"):
+        with raising_everywhere(run.main, "load_fsdp_model()"):
             state: Any = _read_file(folder / layout.fsdp_weights_name(model_index))
         run.strategy.states.load_full_state_dict(model, state, **strict)
     else:
-        with run.raising_everywhere("load_fsdp_model()"):
+        with raising_everywhere(run.main, "load_fsdp_model()"):
             source = _shards_in(folder, layout.sharded_model_name(model_index))
         restore_model_shards(run, source, model, **strict)
     accelerator.wait_for_everyone()
@@ -292,7 +295,7 @@ def save_fsdp_optimizer(
     run, folder = _run_of(accelerator, use_dcp=use_dcp), local_path(output_dir, "output_dir")
     states, inner = run.strategy.states, without_wrapper(optimizer)
     if form_of(fsdp_plugin) is StateForm.FULL:
-        with run.raising_everywhere(*_SAVING):
+        with raising_everywhere(run.main, *_SAVING):
             state = states.full_optimizer_state(inner, [model], keep=run.rank == 0)
             make_folder(folder)
             save(state, folder / layout.optimizer_name(optimizer_index))
@@ -331,11 +334,11 @@ def load_fsdp_optimizer(
     run, folder = _run_of(accelerator, use_dcp=use_dcp), local_path(input_dir, "input_dir")
     inner = without_wrapper(optimizer)
     if form_of(fsdp_plugin) is StateForm.FULL:
-        with run.raising_everywhere("load_fsdp_optimizer()"):
+        with raising_everywhere(run.main, "load_fsdp_optimizer()"):
             state: Any = _read_file(folder / layout.optimizer_name(optimizer_index))
         run.strategy.states.load_full_optimizer_state(inner, [model], state)
     else:
-        with run.raising_everywhere("load_fsdp_optimizer()"):
+        with raising_everywhere(run.main, "load_fsdp_optimizer()"):
             source = _shards_in(folder, layout.sharded_optimizer_name(optimizer_index))
         restore_optimizer_shards(run, source, inner)
     accelerator.wait_for_everyone()
@@ -359,14 +362,14 @@ def _run_of(accelerator: Any, *, use_dcp: bool) -> CheckpointContext:
 
 def _write_folder(run: CheckpointContext, folder: Path, **state: Any) -> None:
     """Write the shards of this rank; when all ranks are done, the main process writes the index."""
-    with run.raising_everywhere(*_SAVING):
+    with raising_everywhere(run.main, *_SAVING):
         make_folder(folder)
         if run.rank == 0:
             remove(folder / INDEX_NAME)  # an earlier save is no longer complete
-    with run.raising_everywhere(*_SAVING):
+    with raising_everywhere(run.main, *_SAVING):
         for file in shard_files(run, folder.name, **state):
             write_file(folder.parent / file.name, partial(file.write, file.state), to_disk=True)
-    with run.raising_everywhere(*_SAVING):
+    with raising_everywhere(run.main, *_SAVING):
         if run.rank == 0:
             sharding.folder.write_index(folder, range(run.runtime.topology.world_size))
 

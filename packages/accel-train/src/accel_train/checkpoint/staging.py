@@ -30,12 +30,11 @@ logger = logging.getLogger(__name__)
 class HostStaging:
     """Copy state trees to host memory, which for storages of devices that live on is that of the copy before.
 
-    Storages are copied in full: a copy is serialised to the same bytes as its original, and views share
-    memory where the originals do. A copy is valid until the next one of the same storage.
+    A copy is serialised to the same bytes as its original, and views share memory where the originals do. It
+    is valid until the next one of the same storage.
     """
 
-    def __init__(self) -> None:
-        self._cannot_pin = False
+    _cannot_pin = False
 
     @cached_property
     def _stager(self) -> Any:
@@ -55,10 +54,8 @@ class HostStaging:
         return copied_tree(tree, self._copy_of)
 
     def _copy_of(self, storage: UntypedStorage) -> UntypedStorage:
-        if storage.device.type == "cpu":
-            return storage.clone()
-        values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if not self._cannot_pin:
+            values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             try:
                 staged: Tensor = self._stager.stage({"": values})[""]
                 return staged.untyped_storage()
@@ -66,58 +63,56 @@ class HostStaging:
                 self._cannot_pin = True
                 reason = str(error).splitlines()[0]
                 logger.warning("Host memory could not be pinned (%s): copies are slower.", reason)
-        return values.cpu().untyped_storage()
+        return storage.cpu()
 
 
-def copied_tree(tree: Any, copy_storage: Callable[[UntypedStorage], UntypedStorage]) -> Any:
-    """Copy a tree as `copy.deepcopy` does, but the storages of its tensors with a function.
+def copied_tree(
+    tree: Any, copy_storage: Callable[[UntypedStorage], UntypedStorage], *, keeps_host: bool = False
+) -> Any:
+    """Copy a tree as `copy.deepcopy` does, and the storages of tensors on a device with a function.
 
     Args:
         tree: Nested containers of tensors and other objects. An object that the tree contains several times
             is copied once.
         copy_storage: Called once for every storage that has memory; returns a CPU storage of the same size.
+        keeps_host: Whether tensors on the CPU are not copied.
     """
     memo: dict[int, Any] = {}
-    storages: dict[int, Any] = {}
-    tensors = {id(tensor): tensor for tensor in _tensors_in(tree, set()) if _is_plain(tensor)}
-    memo |= {key: _copied(tensor, copy_storage, storages) for key, tensor in tensors.items()}
-    for key, tensor in tensors.items():
-        vars(memo[key]).update(copy.deepcopy(vars(tensor), memo))  # `torch.save` writes attributes, too
+    storages: dict[Any, Any] = {}
+    for tensor in _tensors_in(tree, set()):
+        if tensor.device.type in {"cpu", "meta"}:
+            if keeps_host:
+                memo[id(tensor)] = tensor
+            elif not tensor.is_leaf:  # which `copy.deepcopy` refuses
+                memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo).requires_grad_()
+        elif id(tensor) not in memo and _is_plain(tensor):
+            memo[id(tensor)] = result = _copied(tensor, copy_storage, storages)
+            vars(result).update(copy.deepcopy(vars(tensor), memo))  # `torch.save` writes attributes, too
     return copy.deepcopy(tree, memo)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is only a view of a storage; `copy.deepcopy` copies other tensors."""
-    is_dense = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized)
+    is_dense = tensor.layout == torch.strided and not tensor.is_quantized
     return is_dense and type(tensor) in {Tensor, torch.nn.Parameter} and not tensor.is_neg()
 
 
 def _copied(
-    tensor: Tensor,
-    copy_storage: Callable[[UntypedStorage], UntypedStorage],
-    storages: dict[int, Any],
+    tensor: Tensor, copy_storage: Callable[[UntypedStorage], UntypedStorage], storages: dict[Any, Any]
 ) -> Tensor:
     source = tensor.untyped_storage()
-    key = source._cdata
-    if tensor.device.type in WITHOUT_STORAGE:
-        # Equal views of one tensor share memory again.
-        known = storages.setdefault(key, {})
-        view = (tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.dtype)
-        if view not in known:
-            known[view] = tensor.detach().cpu()
-        return _like(tensor, known[view].view_as(known[view]))
-    target = storages.get(key)
-    if target is None:
-        target = copy_storage(source) if source.nbytes() else torch.UntypedStorage(0)
-        storages[key] = target
-    result = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-        target, tensor.storage_offset(), tensor.size(), tensor.stride()
-    )
-    return _like(tensor, result.conj() if tensor.is_conj() else result)
-
-
-def _like(tensor: Tensor, result: Tensor) -> Tensor:
-    """Return the copy of a tensor as a parameter if the tensor is one."""
+    if tensor.device.type in WITHOUT_STORAGE:  # equal views of one tensor share memory again
+        key = source._cdata, tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.dtype
+        if key not in storages:
+            storages[key] = tensor.detach().cpu()
+        result = storages[key].detach()
+    else:
+        if source._cdata not in storages:
+            storages[source._cdata] = copy_storage(source) if source.nbytes() else UntypedStorage(0)
+        result = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+            storages[source._cdata], tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+        result = result.conj() if tensor.is_conj() else result
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(result, tensor.requires_grad)
     return result.requires_grad_(tensor.requires_grad)
@@ -157,7 +152,7 @@ def on_host(tree: Any) -> Any:
     """Copy the tensors of a tree that are not on the CPU; return the tree itself if there are none."""
     if all(tensor.device.type in {"cpu", "meta"} for tensor in _tensors_in(tree, set())):
         return tree
-    return copied_tree(tree, lambda storage: storage if storage.device.type == "cpu" else storage.cpu())
+    return copied_tree(tree, UntypedStorage.cpu, keeps_host=True)
 
 
 @contextmanager
