@@ -418,7 +418,7 @@ def _local(folder: AnyPath) -> Path:
 def _restore_models(
     run: CheckpointContext,
     source: CheckpointReader,
-    loaders: Sequence[Callable[..., object]],
+    loaders: list[Callable[..., object]],
     options: Mapping[str, Any],
 ) -> None:
     """Run the hooks, and restore the models that they have left in the list."""
@@ -432,8 +432,8 @@ def _restore_models(
             folder = local
         for hook in tuple(run.load_hooks.values()):
             hook(models, str(folder))
-    for bare, load_model in zip(models, loaders, strict=False):
-        load_model(wrapped.get(id(bare), bare), **options)
+    for bare in models[: len(loaders)]:  # each loader is dropped with the state that it holds
+        loaders.pop(0)(wrapped.get(id(bare), bare), **options)
 
 
 def with_tied_names(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
