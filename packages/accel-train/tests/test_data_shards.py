@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from accel_train.data.samplers import SeedableRandomSampler
-from accel_train.data.shards import BatchSamplerShard, BatchWithMeta, IterableDatasetShard, MetaCollate
+from accel_train.data.shards import BatchSamplerShard, BatchWithMeta, Draw, IterableDatasetShard, MetaCollate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,6 +52,10 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+
+def batches_of(shard: BatchSamplerShard, draw: Draw) -> Iterator[list[int]]:
+    return chain.from_iterable(shard.iterate(draw))
 
 
 SAMPLERS: dict[str, Callable[[int], Any]] = {
@@ -129,8 +133,9 @@ def test_what_is_not_padding_is_every_sample_once(case: dict[str, Any]) -> None:
     padded = 0
     parts = shards(case)
     for shard in parts:
-        for number, batch in enumerate(list(shard)):
-            real = shard.padded.get(number, len(batch))
+        draw = Draw()
+        for number, batch in enumerate(list(batches_of(shard, draw))):
+            real = draw.padded.get(number, len(batch))
             seen += batch[:real]
             padded += len(batch) - real
     stride = parts[0].plan.stride
@@ -156,11 +161,12 @@ def test_an_epoch_continued_by_other_numbers_of_ranks_is_seen_once(
         parts = shards(case, world)
         steps = rounds[stage] if stage < 2 else None
         for shard in parts:
-            batches = list(shard.iterate_from(position))
+            draw = Draw(position)
+            batches = list(batches_of(shard, draw))
             assert position or len(batches) == len(shard)
             for number, batch in enumerate(batches[:steps]):
-                seen += batch[: shard.padded.get(number, len(batch))]
-        position += (steps or 0) * parts[0].stride
+                seen += batch[: draw.padded.get(number, len(batch))]
+        position += (steps or 0) * parts[0].plan.stride
     assert sorted(seen) == list(range(case["total"]))
 
 
@@ -170,7 +176,7 @@ def test_continuing_gives_exactly_the_batches_that_were_left(case: dict[str, Any
         whole = list(shard)
         if isinstance(shard.sampler, SeedableRandomSampler):
             shard.sampler.set_epoch(0)
-        assert list(shard.iterate_from(rounds * shard.stride)) == whole[rounds:]
+        assert list(batches_of(shard, Draw(rounds * shard.plan.stride))) == whole[rounds:]
 
 
 @given(
@@ -189,13 +195,14 @@ def test_batches_of_any_length_are_dealt_once_and_evenly(
     counts: list[int] = []
     for rank in range(world):
         shard = BatchSamplerShard(Batches(batches, 4 * world if split else 4), world, rank, split, even)
-        batches_of_rank = list(shard)
+        draw = Draw()
+        batches_of_rank = list(batches_of(shard, draw))
         counts.append(len(batches_of_rank))
         for number, batch in enumerate(batches_of_rank):
-            seen += batch[: shard.padded.get(number, len(batch))]
+            seen += batch[: draw.padded.get(number, len(batch))]
         if even:
             assert len(shard) == len(batches_of_rank)
-            assert list(shard.iterate_from(rounds * shard.stride)) == batches_of_rank[rounds:]
+            assert list(batches_of(shard, Draw(rounds * shard.plan.stride))) == batches_of_rank[rounds:]
     assert sorted(seen) == list(chain.from_iterable(batches))
     if even:
         assert len(set(counts)) == 1
@@ -219,8 +226,9 @@ def test_batches_without_a_size_are_made_even_with_the_first_ones(
     batches: list[list[int]], world: int, shares: list[Any], real: list[dict[int, int]]
 ) -> None:
     shards = [BatchSamplerShard(Batches(batches), world, rank) for rank in range(world)]
-    assert [list(shard) for shard in shards] == shares
-    assert [shard.padded for shard in shards] == real
+    draws = [Draw() for _ in shards]
+    assert [list(batches_of(shard, draw)) for shard, draw in zip(shards, draws, strict=True)] == shares
+    assert [draw.padded for draw in draws] == real
     assert {len(shard) for shard in shards} == {len(shares[0])}
 
 
@@ -273,8 +281,8 @@ def test_a_rank_beyond_the_world_is_refused() -> None:
 def test_a_random_order_is_replayed(seeded: bool) -> None:
     generator = torch.Generator().manual_seed(5) if seeded else None
     shard = BatchSamplerShard(BatchSampler(RandomSampler(range(20), generator=generator), 3, drop_last=False))
-    whole = list(shard)
-    order = shard.order
+    draw = Draw()
+    whole = list(batches_of(shard, draw))
     following = list(shard)
     assert following != whole
 
@@ -283,7 +291,7 @@ def test_a_random_order_is_replayed(seeded: bool) -> None:
     else:
         torch.manual_seed(99)
     before = torch.get_rng_state()
-    assert list(shard.iterate_from(6, order)) == whole[2:]
+    assert list(batches_of(shard, Draw(6, draw.order))) == whole[2:]
     assert torch.equal(torch.get_rng_state(), before)
     if generator is not None:
         assert list(shard) == following

@@ -22,7 +22,7 @@ from accel_inspect.doctor.recorder import TrainingRecorder
 from accel_inspect.trial import RankTask, replace_names, run_script
 from accel_train import Accelerator, observing
 from accel_train.data.adapter import PreparedLoader
-from accel_train.data.shards import BatchSamplerShard, IterableDatasetShard
+from accel_train.data.shards import BatchSamplerShard, Draw, IterableDatasetShard
 from accel_train.step import LocalSGD
 
 _SEED = 0
@@ -53,18 +53,18 @@ def main(task: RankTask) -> RunRecord:
 
 def _record_loaders(recorder: TrainingRecorder) -> None:
     """Record what loaders that are not prepared yield, and end all passes early."""
-    real_iter, iterate = DataLoader.__iter__, BatchSamplerShard.iterate_from
+    real_iter, iterate = DataLoader.__iter__, BatchSamplerShard.iterate
 
     def iter_recorded(self: Any) -> Iterator[Any]:
         if recorder.is_reading or isinstance(self, PreparedLoader):
             return real_iter(self)
         return recorder.batches(self, lambda: real_iter(self))
 
-    def iterate_recorded(self: Any, position: int, order: Any = None) -> Iterator[list[int]]:
-        return recorder.plan_epoch(iterate, self, position, order)
+    def iterate_recorded(self: Any, draw: Draw) -> Iterator[Iterator[list[int]]]:
+        return recorder.plan_epoch(iterate, self, draw)
 
     replace_names("torch.utils.data.DataLoader", __iter__=iter_recorded)
-    replace_names("accel_train.data.shards.BatchSamplerShard", iterate_from=iterate_recorded)
+    replace_names("accel_train.data.shards.BatchSamplerShard", iterate=iterate_recorded)
     if not recorder.joins:
         return
     # A process that stands for all ranks reads streams in batches of all ranks, without a dispatcher.
@@ -76,7 +76,8 @@ def _record_loaders(recorder: TrainingRecorder) -> None:
 
     def plan_of_all(self: Any) -> Any:
         plan = plan_of.__get__(self)
-        return replace(plan, num_processes=1, process_index=0, rows=plan.stride, static_shapes=True)
+        pads = self.even_batches and not plan.drop_last
+        return replace(plan, num_processes=1, process_index=0, rows=plan.stride, pads=pads)
 
     replace_names("accel_train.accelerator.prepare", prepare_data_loader=prepare_data_loader)
     replace_names("accel_train.data.shards.IterableDatasetShard", plan=property(plan_of_all))

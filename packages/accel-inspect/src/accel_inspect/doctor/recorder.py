@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ from accel_train.accelerator.build import PreparedObjects
 from accel_train.data.adapter import PreparedLoader
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.samplers import innermost_sampler
+from accel_train.data.shards import Draw
 from accel_train.observing import Observer
 
 if TYPE_CHECKING:
@@ -168,21 +169,22 @@ class TrainingRecorder(Observer):
     # 2. What loaders yield.
 
     def plan_epoch(
-        self, iterate: Callable[..., Iterator[list[int]]], shard: BatchSamplerShard, position: int, order: Any
-    ) -> Iterator[list[int]]:
+        self, iterate: Callable[..., Iterator[Iterator[list[int]]]], shard: BatchSamplerShard, draw: Draw
+    ) -> Iterator[Iterator[list[int]]]:
         """Yield the first batches of an epoch, and the last one.
 
         A single process that stands for all ranks gets the batches of all of them at once.
         """
         shards = self.record.shards
-        batches, padded = [*iterate(shard, position, order)], dict(shard.padded)
+        batches, padded = [*chain.from_iterable(iterate(shard, draw))], dict(draw.padded)
         if self.joins and shard.num_processes == shards > 1:
             by_rank, reals = [batches], [padded]
             for index in range(1, shards):
                 other = copy(shard)
                 other.process_index = index
-                by_rank.append([*iterate(other, position, shard.order)])
-                reals.append(other.padded)
+                replayed = Draw(draw.start, draw.order)
+                by_rank.append([*chain.from_iterable(iterate(other, replayed))])
+                reals.append(replayed.padded)
             batches, padded = [], {}
             for number, together in enumerate(zip_longest(*by_rank, fillvalue=())):
                 batches.append([sample for batch in together for sample in batch])
@@ -190,16 +192,16 @@ class TrainingRecorder(Observer):
                 real = sum(of_rank.get(number, len(batch)) for of_rank, batch in pairs)
                 if real != len(batches[number]):
                     padded[number] = real
-                    shard.padded_rows = len(batches[number])
-        first, per_round = position // (shard.stride or 1), self._per_round.get(id(shard), 1)
+                    draw.padded_rows = len(batches[number])
+        first, per_round = draw.start // (shard.plan.stride or 1), self._per_round.get(id(shard), 1)
         last = (len(batches) - 1) // per_round * per_round
         stop = (self.limit - 1) * per_round - first
         retained = [number for number in range(len(batches)) if number >= last or number < stop]
-        shard.padded.clear()
-        shard.padded.update({new: padded[old] for new, old in enumerate(retained) if old in padded})
+        draw.padded.clear()
+        draw.padded.update({new: padded[old] for new, old in enumerate(retained) if old in padded})
         plan = tuple(tuple(batch[: padded.get(number, len(batch))]) for number, batch in enumerate(batches))
         self._plans[id(shard)] = plan, [batches[number] for number in retained]
-        yield from self._plans[id(shard)][1]
+        yield iter(self._plans[id(shard)][1])
 
     def batches(self, loader: Any, read: Callable[[], Iterator[Any]]) -> Generator[Any]:
         """Yield the batches of a pass, and record them."""

@@ -31,12 +31,13 @@ from accel_train.data.samplers import (
     restore_source,
 )
 from accel_train.data.shards import (
+    BatchPlan,
     BatchSamplerShard,
     BatchWithMeta,
+    Draw,
     IterableDatasetShard,
     MetaCollate,
     index_options,
-    set_epoch_of,
 )
 from accel_train.data.transfer import BatchTransfer, batch_transfer
 
@@ -92,12 +93,14 @@ class Pass:
         last_worker: The worker that read the last batch.
         by_worker: The number of batches that each worker has read.
         torchdata: The state of torchdata's loader after the last batch.
+        draw: The order and the padding of the indices.
     """
 
     batches: Iterator[Any]
     start: Position
     stride: int = 0
     taken: int = 0
+    draw: Draw = field(default_factory=Draw)
     loader: object = None
     epoch: int = 0
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -121,20 +124,9 @@ class Pass:
             self.start,
             consumed=tuple(number + counts[worker] * self.stride for worker, number in enumerate(before)),
             next_worker=self.start.next_worker if last is None else (last + 1) % len(before),
+            order=self.start.order if self.draw.order is None else self.draw.order,
             torchdata=self.torchdata,
         )
-
-
-def prefetch_batches(batches: Iterator[Any], start_copy: StartCopy | None) -> Iterator[tuple[Any, Any]]:
-    """Yield every item with the next one, already read, or `END`; copies start as items are read.
-
-    Example:
-        >>> [(item, following is END) for item, following in prefetch_batches(iter("abc"), None)]
-        [('a', False), ('b', False), ('c', True)]
-    """
-    if start_copy is not None:
-        batches = map(partial(on_batch, start_copy), batches)
-    return pairwise(chain(batches, (END,)))
 
 
 def on_batch(function: Callable[[Any], Any], item: Any) -> Any:
@@ -205,6 +197,15 @@ class LoaderProgress:
     passes: list[Pass] = field(default_factory=list["Pass"])
 
 
+_NO_FACTS = {
+    "end_of_dataloader": False,
+    "remainder": -1,
+    "real_in_batch": None,
+    "_batch": None,
+    "_rows": None,
+}
+
+
 class DataLoaderStateMixin:
     """Facts about the last batch that a loader yielded, for the gradient state and others.
 
@@ -220,6 +221,7 @@ class DataLoaderStateMixin:
     remainder: int = -1
     real_in_batch: int | None = None
     _batch: Any = None
+    _rows: int | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -232,14 +234,11 @@ class DataLoaderStateMixin:
 
     def reset(self) -> None:
         """Reset the facts to their state before an iteration."""
-        self.end_of_dataloader = False
-        self.remainder = -1
-        self.real_in_batch = None
-        self._batch = None
+        vars(self).update(_NO_FACTS)
 
     def begin(self) -> None:
         """Begin an iteration: the loader becomes the active one."""
-        self.reset()
+        vars(self).update(_NO_FACTS)
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
@@ -287,6 +286,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
     replicas: ReplicaGroups | None = None
     resume_mid_epoch: bool = False
     _stateful_class: Any = None
+    _splits_batches = False
 
     def __init__(
         self,
@@ -360,8 +360,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
 
     def __reduce__(self) -> Any:
         """Copy or pickle the loader without its current iteration and its observers."""
-        facts = {"end_of_dataloader": False, "remainder": -1, "real_in_batch": None, "_batch": None}
-        state = {**vars(self), **facts, "_progress": LoaderProgress(epoch=self.iteration)}
+        state = {**vars(self), **_NO_FACTS, "_progress": LoaderProgress(epoch=self.iteration)}
         state |= {"meter": None, "preemption": None, "replicas": None}
         # Persistent workers belong to this loader.
         return object.__new__, (type(self),), {**state, "_iterator": None, "_stateful": None}
@@ -402,11 +401,16 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
             )
             self._resume = None
         self._progress.epoch = epoch
-        part: Any = self.batch_sampler if self.batch_sampler is not None else self.sampler
-        while part is not None:
-            set_epoch_of(part, epoch)
-            part = getattr(part, "batch_sampler", getattr(part, "sampler", None))
-        set_epoch_of(self.dataset, epoch)
+        parts: list[Any] = [self.dataset]
+        if self.index_shard is not None:
+            self.index_shard.epoch = epoch
+            part: Any = self.index_shard.batch_sampler
+            while part is not None:
+                parts.append(part)
+                part = getattr(part, "batch_sampler", getattr(part, "sampler", None))
+        for part in parts:
+            if (set_epoch := getattr(part, "set_epoch", None)) is not None:
+                set_epoch(epoch)
         if self._workers_epoch is not None:
             self._workers_epoch.set_epoch(epoch)
 
@@ -463,16 +467,16 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         position = state_dict["position"]
         self._resume = None
         if position is not None:
-            unit, consumed = position["unit"], tuple(position["consumed"])
-            if self._reads and unit != self._unit:
+            unit, consumed, begin = position["unit"], tuple(position["consumed"]), self._begin
+            if self._reads and unit != begin.unit:
                 raise ValueError(
-                    f"The saved data position counts {unit!r}, but this loader counts {self._unit!r}. "
+                    f"The saved data position counts {unit!r}, but this loader counts {begin.unit!r}. "
                     "Build the loader as in the saved run."
                 )
-            if self._reads and self.index_shard is None and len(consumed) != self._readers:
+            if self._reads and len(consumed) != len(begin.consumed):
                 raise ValueError(
                     f"The saved data position is for {len(consumed)} worker(s), each with a part of the "
-                    f"iterable dataset, but this loader has {self._readers}. Pass "
+                    f"iterable dataset, but this loader has {len(begin.consumed)}. Pass "
                     f"num_workers={len(consumed)!r} as in the saved run."
                 )
             facts = {"next_worker": position["next_worker"], "order": position["order"]}
@@ -492,8 +496,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         """
         position = state_dict["position"]
         if position is not None and self._reads:
-            start = {"consumed": [0] * self._readers, "next_worker": 0}
-            position = {**position, **start} if position["unit"] == self._unit else None
+            start = {"consumed": self._begin.consumed, "next_worker": 0}
+            position = {**position, **start} if position["unit"] == self._begin.unit else None
         self.load_state_dict({**state_dict, "position": position, "shards": None})
 
     def _position_in(self, state: dict[str, Any]) -> Position | None:
@@ -509,11 +513,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
                 "This is neither an accel data loader position nor a state of torchdata's "
                 f"StatefulDataLoader: it has the keys {sorted(state)!r}."
             )
-        workers, stride = self._readers, self._inner_stride
-        consumed = [stride * (batches // workers + (worker < batches % workers)) for worker in range(workers)]
-        return Position(
-            unit=self._unit, consumed=tuple(consumed), next_worker=batches % workers, torchdata=state
-        )
+        start, stride = self._begin, self._plan.stride
+        rounds, next_worker = divmod(batches, len(start.consumed))
+        consumed = [stride * (rounds + (worker < next_worker)) for worker in range(len(start.consumed))]
+        return replace(start, consumed=tuple(consumed), next_worker=next_worker, torchdata=state)
 
     def wrap_worker_init(self, wrap: Callable[[Any], Any]) -> None:
         """Replace `worker_init_fn` with the result of a function of it."""
@@ -531,30 +534,29 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         return passes[-1].position() if passes else self._resume
 
     @property
-    def _readers(self) -> int:
-        """The number of workers that count batches separately: all for an iterable dataset; else 1."""
-        return 1 if self.index_shard is not None else max(1, self.num_workers)
+    def _begin(self) -> Position:
+        """The beginning of an epoch; only the workers of an iterable dataset count batches separately."""
+        unit, readers = "stream", max(1, self.num_workers)
+        if self.index_shard is not None:
+            unit, readers = "samples" if self.index_shard.plan.counts_samples else "batches", 1
+        unit = unit if self.dataset_parts == 1 else f"{unit}, 1 of {self.dataset_parts} parts"
+        return Position(unit=unit, consumed=(0,) * readers)
 
     @property
-    def _unit(self) -> str:
-        unit = "stream"
-        if self.index_shard is not None:
-            unit = "samples" if self.index_shard.counts_samples else "batches"
-        return unit if self.dataset_parts == 1 else f"{unit}, 1 of {self.dataset_parts} parts"
+    def _plan(self) -> BatchPlan:
+        """The plan of an epoch."""
+        return BatchPlan(rows=self.batch_size or 1) if self._shard is None else self._shard.plan
 
     @property
     def stride(self) -> int:
         """The change of the position by one batch on every rank."""
-        return self._inner_stride * self._batches_per_step
+        return self._plan.stride * self._batches_per_step
 
     @property
     def counts_samples(self) -> bool:
         """Whether `stride` is a number of samples; else of batches, whose sizes are not known in advance."""
-        return self.batch_size is not None if self.index_shard is None else self.index_shard.counts_samples
-
-    @property
-    def _inner_stride(self) -> int:
-        return (self.batch_size or 1) if self._shard is None else self._shard.plan.stride
+        shard = self.index_shard
+        return self.batch_size is not None if shard is None else shard.plan.counts_samples
 
     @property
     def sharder(self) -> Any | None:
@@ -580,44 +582,42 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
     def _open(self) -> Pass:
         """Begin the next iteration: at a loaded position, after `skip_batches`, or at the beginning."""
         position, self._resume = self._resume, None
-        skip, self.skip_batches = self.skip_batches, 0
-        start = position or Position(unit=self._unit, consumed=(0,) * self._readers)
+        skip, self.skip_batches = self.skip_batches * self._batches_per_step, 0
+        shard, start, plan = self.index_shard, position or self._begin, self._plan
+        stride, taken = plan.stride, 0
         # The number of samples of a worker's stream is known only by reading; torchdata counts by itself.
-        seeks = self.index_shard is not None or (not self.use_stateful_dataloader and self.num_workers == 0)
+        seeks = shard is not None or (not self.use_stateful_dataloader and self.num_workers == 0)
         if skip and seeks and start.torchdata is None:
-            start = replace(start, consumed=(start.consumed[0] + skip * self.stride,))
+            start = replace(start, consumed=(start.consumed[0] + skip * stride,))
             skip = 0
-        # Workers got their seed when the resumed epoch began; persistent ones when the resumed run began.
-        draws = position is None and not (self._has_drawn and self.persistent_workers)
-        with nullcontext() if draws else self._throwaway_generator():
-            reading = self._read(start)
-        for item in islice(reading.batches, skip * self._batches_per_step):
-            reading.count(item if type(item) is BatchWithMeta else BatchWithMeta(item))
-        return reading
-
-    def _read(self, start: Position) -> Pass:
-        """Begin an iteration of torch's or torchdata's loader at a position."""
-        shard, stride, taken = self.index_shard, self._inner_stride, 0
         by_torchdata = self.use_stateful_dataloader and (start.torchdata or not any(start.consumed))
         if shard is None:
-            order = start.order
-            if order:
-                restore_source(self.order_source, order)
+            draw = Draw(padded_rows=None if self.batch_size is None else plan.rows)
+            if start.order:
+                restore_source(self.order_source, start.order)
             elif isinstance(self._shard, IterableDatasetShard):
                 self._shard.seed_with_epoch()
-            start = replace(start, order=order or record_source(self.order_source) or None)
+            start = replace(start, order=start.order or record_source(self.order_source) or None)
         else:
             if by_torchdata:  # it skips what was consumed
                 taken = start.consumed[0] // stride
                 start = replace(start, consumed=(0,))
-            shard.start, shard.replays = start.consumed[0], start.order
-        if by_torchdata:
-            batches = self._read_by_torchdata(start.torchdata, taken or sum(start.consumed) // stride)
-        elif shard is None and any(start.consumed):
-            batches = self._rest_of_stream(start)
-        else:
-            batches = super().__iter__()
-        return Pass(batches, start, stride, taken)
+            shard.draw = draw = Draw(start.consumed[0], start.order)
+        # Workers got their seed when the resumed epoch began; persistent ones when the resumed run began.
+        draws = position is None and not (self._has_drawn and self.persistent_workers)
+        with nullcontext() if draws else self._throwaway_generator():
+            if by_torchdata:
+                batches = self._read_by_torchdata(start.torchdata, taken or sum(start.consumed) // stride)
+            elif shard is None and any(start.consumed):
+                batches = self._rest_of_stream(start, stride)
+            else:
+                batches = super().__iter__()
+        if shard is not None:
+            shard.draw = None
+        reading = Pass(batches, start, stride, taken, draw)
+        for item in islice(batches, skip):
+            reading.count(item if type(item) is BatchWithMeta else BatchWithMeta(item))
+        return reading
 
     def _read_by_torchdata(self, state: dict[str, Any] | None, read: int) -> Iterator[BatchWithMeta]:
         """Read by torchdata's loader, from a state after a number of batches; yield the state with each."""
@@ -639,11 +639,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
 
         return with_states()
 
-    def _rest_of_stream(self, start: Position) -> Iterator[Any]:
+    def _rest_of_stream(self, start: Position, stride: int) -> Iterator[Any]:
         """Read an iterable dataset from a position on, through a temporary loader."""
         dataset: Any = self.dataset
         is_shard = isinstance(dataset, IterableDatasetShard)
-        stream = copy(dataset) if is_shard else IterableDatasetShard(dataset, self._inner_stride)
+        stream = copy(dataset) if is_shard else IterableDatasetShard(dataset, stride)
         stream.starts = start.consumed
         init = RotatedWorkerIds(self.worker_init_fn, start.next_worker)
         options: dict[str, Any] = {**self._options, "worker_init_fn": init, "generator": self.generator}
@@ -664,12 +664,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
     @property
     def batch_size_seen(self) -> int | None:
         """Number of samples in the batch, padding included; `None` if it is not known."""
-        rows: int | None = None
-        if self.real_in_batch is not None and self.index_shard is not None:
-            rows = self.index_shard.padded_rows or None
-        elif self.real_in_batch is not None and self._shard is not None and self.batch_size is not None:
-            rows = self._shard.plan.rows
-        return super().batch_size_seen if rows is None else rows
+        is_known = self.real_in_batch is not None and self._shard is not None
+        return (self._rows if is_known else None) or super().batch_size_seen
 
     @property
     def total_batch_size(self) -> int:
@@ -741,19 +737,19 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
             reading = self._open()
             reading.loader, reading.epoch = self, epoch
             passes.append(reading)
-            padded: dict[int, int] | None = None
-            remainder, finish_copy = -1, transfer.finish_copy
+            draw, finish_copy = reading.draw, transfer.finish_copy
+            is_known = self.dataset_parts == 1 and not self._splits_batches
             start_copy, cut = transfer.start_copy, self.shard_sequences
             if cut is not None:  # before the copy: checks run on the host, and only shards are copied
                 copy_to = transfer.start_copy
                 start_copy = cut if copy_to is None else lambda batch: copy_to(cut(batch))
             # 2. Yield each batch, with the facts about it.
             for item, following in self._pairs(reading, start_copy):
-                if padded is None:  # the first batch has drawn the order
-                    padded, remainder = self._padding_of(reading)
                 loaded = item if type(item) is BatchWithMeta else None
                 batch = item if loaded is None else loaded.batch
-                real = padded.get(reading.taken) if loaded is None or loaded.real is None else loaded.real
+                real = (
+                    draw.padded.get(reading.taken) if loaded is None or loaded.real is None else loaded.real
+                )
                 if loaded is None:
                     reading.taken += 1
                 else:
@@ -762,9 +758,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
                     batch = finish_copy(batch)
                 reading.facts = {
                     "end_of_dataloader": following is END,
-                    "remainder": remainder,
+                    "remainder": draw.remainder if is_known else -1,
                     "real_in_batch": real,
                     "_batch": batch,
+                    "_rows": draw.padded_rows,
                 }
                 facts.update(reading.facts)
                 if following is END:
@@ -785,22 +782,15 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
             if progress.epoch == epoch:
                 progress.epoch = epoch + 1
 
-    def _padding_of(self, reading: Pass) -> tuple[dict[int, int], int]:
-        """Record the order that was drawn; return the padded batches, and the samples of the last round."""
-        shard = self.index_shard
-        if shard is None or not self._reads:
-            return {}, -1
-        reading.start = replace(reading.start, order=shard.order)
-        shard.start, shard.replays = 0, None
-        is_known = shard is self.sharder
-        return shard.padded, shard.remainder_from(reading.start.consumed[0]) if is_known else -1
-
     def _pairs(self, reading: Pass, start_copy: StartCopy | None) -> Iterator[tuple[Any, Any]]:
         """Yield each batch with the next item: `END` after the last batch, else anything.
 
         `start_copy` is called one batch ahead.
         """
-        return prefetch_batches(reading.batches, start_copy)
+        batches = (
+            reading.batches if start_copy is None else map(partial(on_batch, start_copy), reading.batches)
+        )
+        return pairwise(chain(batches, (END,)))
 
     def _activate(self, reading: Pass) -> None:
         """Make an iteration the current one again; drop later ones that were left at their last batch."""

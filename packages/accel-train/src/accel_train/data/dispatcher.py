@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from accel_train.data.adapter import (
     StartCopy,
     T_co,
     on_batch,
-    prefetch_batches,
 )
 from accel_train.data.scatter import receive, send
 from accel_train.data.shards import BatchWithMeta
@@ -60,6 +59,8 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
     Raises:
         MainProcessReadError: On the other processes, if the main process fails to read.
     """
+
+    _splits_batches = True
 
     def __init__(
         self,
@@ -149,13 +150,14 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
     def _pairs(self, reading: Pass, start_copy: StartCopy | None) -> Iterator[tuple[Any, Any]]:
         collectives = self._collectives
         if collectives.world_size == 1:
-            return prefetch_batches((part for (part,) in self._rounds(reading)), start_copy)
+            parts = (part for (part,) in self._rounds(reading))
+            return super()._pairs(replace(reading, batches=parts), start_copy)
         sent = send(self._rounds(reading), collectives) if self._reads else receive(collectives)
         pairs = ((item, END if is_last else None) for item, is_last in sent)
         if start_copy is None:
             return pairs
         started = ((on_batch(start_copy, item), following) for item, following in pairs)
-        return (pair for pair, _ in prefetch_batches(started, None))
+        return (pair for pair, _ in pairwise(chain(started, (END,))))
 
     def _rounds(self, reading: Pass) -> Iterator[list[BatchWithMeta | None]]:
         """Split the batches that the main process reads; yield the batches of all ranks in each round."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from itertools import chain
@@ -183,14 +183,9 @@ def replay_order(sampler: Any, state: OrderState | None) -> Generator[None]:
             sampler.generator = own
 
 
-def iterate_seeded(items: Callable[[], Iterator[Any]], seeds: Sequence[int]) -> Iterator[Any]:
-    """Iterate with `random`, numpy and torch seeded; in between and afterwards they have their own states.
-
-    Args:
-        items: Returns the items, which are read lazily.
-        seeds: The seeds of `random`, numpy and torch.
-    """
-    iterator, end = None, object()
+def iterate_seeded(items: Iterator[Any], seeds: Sequence[int]) -> Iterator[Any]:
+    """Iterate with `random`, numpy and torch seeded; in between and afterwards they have their own states."""
+    end = object()
     states = (
         random.Random(seeds[0]).getstate(),  # noqa: S311 - for the order of samples
         np.random.RandomState(seeds[1]).get_state(),
@@ -199,8 +194,7 @@ def iterate_seeded(items: Callable[[], Iterator[Any]], seeds: Sequence[int]) -> 
     while True:
         own = _swap_states(states)
         try:
-            iterator = items() if iterator is None else iterator
-            item = next(iterator, end)
+            item = next(items, end)
         finally:
             states = _swap_states(own)
         if item is end:

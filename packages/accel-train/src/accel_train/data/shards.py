@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -32,40 +31,34 @@ logger = logging.getLogger(__name__)
 class BatchPlan:
     """The plan that deals the items of an epoch to ranks, in *rounds* of some items for every rank.
 
-    Items are indices or samples; or whole batches, of which every rank gets one in each round. Round `k` of
-    an epoch that begins at item `start` has the items from `start + k * stride` on; rank `r` gets its `r`-th
-    slice.
+    Items are indices or samples; or whole batches, of which every rank gets one in each round, or a part of
+    the only one. Round `k` of an epoch that begins at item `start` has the items from `start + k * stride`
+    on; rank `r` gets its `r`-th slice.
 
     Args:
         rows: Number of items of a rank in a complete round.
         drop_last: Drop an incomplete last round.
-        even: Complete the last round with items from the epoch's beginning, so that ranks have the same
+        pads: Complete the last round with items from the epoch's beginning, so that ranks have the same
             number. Otherwise some ranks may get fewer items, or none.
-        static_shapes: Complete the last round of a single rank, too, for devices that recompile for every
-            shape; needs `even`.
+        counts_samples: Whether items are samples; otherwise full batches.
     """
 
     num_processes: int = 1
     process_index: int = 0
     rows: int = 1
     drop_last: bool = False
-    even: bool = True
-    static_shapes: bool = False
+    pads: bool = False
+    counts_samples: bool = True
 
     @property
     def stride(self) -> int:
         """Number of items in a complete round."""
         return self.rows * self.num_processes
 
-    @property
-    def pads(self) -> bool:
-        """Whether an incomplete last round is padded with items from the epoch's beginning."""
-        return self.even and not self.drop_last and (self.num_processes > 1 or self.static_shapes)
-
     def count(self, total: int) -> int:
         """Return the number of rounds out of `total` items in which this rank gets some."""
         full_rounds, remaining = divmod(total, self.stride)
-        has_more = remaining > 0 and (self.even or remaining > self.rows * self.process_index)
+        has_more = remaining > (0 if self.pads else self.rows * self.process_index)
         return full_rounds + (has_more and not self.drop_last)
 
     def deal(self, items: Iterable[Any], head: list[Any]) -> Iterator[tuple[list[Any], int, list[Any]]]:
@@ -76,20 +69,20 @@ class BatchPlan:
             head: The preceding items among those of the first round, to which the rest is appended.
 
         Example:
-            >>> plan = BatchPlan(num_processes=2, process_index=1, rows=3)
+            >>> plan = BatchPlan(num_processes=2, process_index=1, rows=3, pads=True)
             >>> [(own, real) for own, real, _ in plan.deal(range(10), [])]
             [([3, 4, 5], 3), ([9, 0, 1], 1)]
         """
-        stream, rows, pads = iter(items), self.rows, self.pads
+        stream, rows, stride = iter(items), self.rows, self.stride
         low = self.process_index * rows
-        while in_round := list(islice(stream, self.stride)):
-            if self.drop_last and len(in_round) < self.stride:
+        while in_round := list(islice(stream, stride)):
+            if self.drop_last and len(in_round) < stride:
                 return
             own = in_round[low : low + rows]
             real = len(own)
-            if pads and len(head) < self.stride:
+            if self.pads and len(head) < stride:
                 head += in_round
-            if pads and real < rows:
+            if self.pads and real < rows:
                 first = max(low - len(in_round), 0)  # items before it pad those of other ranks
                 own += [head[index % len(head)] for index in range(first, first + rows - real)]
             if own:
@@ -108,13 +101,13 @@ def _plan_of(shard: BatchSamplerShard | IterableDatasetShard) -> BatchPlan:
             "split_batches=True shards every batch across the processes, but "
             f"batch_size={size!r} is not a round multiple of num_processes={world!r}."
         )
+    drop_last = shard.drop_last
     return BatchPlan(
         num_processes=world,
         process_index=index,
         rows=(size or 1) // (world if shard.split_batches else 1),
-        drop_last=shard.drop_last,
-        even=shard.even_batches,
-        static_shapes=shard.static_shapes,
+        drop_last=drop_last,
+        pads=shard.even_batches and not drop_last and (world > 1 or shard.static_shapes),
     )
 
 
@@ -131,42 +124,53 @@ def _open(source: Any, start: int, needed: int) -> tuple[Iterator[Any], list[Any
     return islice(stream, start - len(head), None), head
 
 
+def _of_batch_sampler(name: str, doc: str, *, default: Any = None) -> Any:
+    """Return a property for an attribute of the batch sampler below, whose changes count."""
+
+    def write(self: Any, value: Any) -> None:
+        setattr(self.batch_sampler, name, value)
+
+    return property(lambda self: getattr(self.batch_sampler, name, default), write, doc=doc)
+
+
 class _AroundBatchSampler(BatchSampler):
     """A batch sampler around another one, whose `batch_size`, `drop_last` and `sampler` it has."""
 
     batch_sampler: Any
-
-    @property
-    def batch_size(self) -> Any:
-        """The batch size of the batch sampler; `None` if it has none. Changes count."""
-        return getattr(self.batch_sampler, "batch_size", None)
-
-    @batch_size.setter
-    def batch_size(self, batch_size: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - torch's is an attribute
-        self.batch_sampler.batch_size = batch_size
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether the batch sampler drops an incomplete last batch."""
-        return getattr(self.batch_sampler, "drop_last", False)
-
-    @drop_last.setter
-    def drop_last(self, drop_last: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - torch's is an attribute
-        self.batch_sampler.drop_last = drop_last
-
-    @property
-    def sampler(self) -> Any:
-        """The innermost sampler of indices."""
-        return innermost_sampler(self.batch_sampler)
-
-    @sampler.setter
-    def sampler(self, sampler: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - torch's is an attribute
-        replace_sampler(self.batch_sampler, sampler)
+    batch_size: Any = _of_batch_sampler("batch_size", "The batch size; `None` if there is none.")
+    drop_last: Any = _of_batch_sampler(
+        "drop_last", "Whether an incomplete last batch is dropped.", default=False
+    )
+    sampler: Any = property(
+        lambda self: innermost_sampler(self.batch_sampler),
+        lambda self, sampler: replace_sampler(self.batch_sampler, sampler),
+        doc="The innermost sampler of indices.",
+    )
 
     @property
     def total_length(self) -> int:
         """Number of batches of the batch sampler."""
         return len(self.batch_sampler)
+
+
+@dataclass(slots=True)
+class Draw:
+    """An iteration over batches of indices: where it begins, and what is known once it has drawn its order.
+
+    Args:
+        start: The position at which it begins.
+        order: The state that replays its order; before the first batch, `None` for a new order.
+        remainder: Number of samples in the last round: 0 if it is complete, -1 while unknown.
+        padded: Index of a padded batch -> number of its real samples.
+        padded_rows: Number of samples in padded batches; `None` before there is one, 0 if they have several
+            sizes.
+    """
+
+    start: int = 0
+    order: OrderState | None = None
+    remainder: int = -1
+    padded: dict[int, int] = field(default_factory=dict[int, int])
+    padded_rows: int | None = None
 
 
 class BatchSamplerShard(_AroundBatchSampler):
@@ -180,16 +184,12 @@ class BatchSamplerShard(_AroundBatchSampler):
         split_batches: Shard every batch across ranks; otherwise the ranks get full batches, in turn.
         even_batches: Complete the last round with the first samples, so that all ranks get the same number of
             batches of the same size. For batch samplers without a `batch_size`, full batches are repeated.
-        static_shapes: As for `BatchPlan`.
+        static_shapes: Complete the last round of a single rank, too, for devices that recompile for every
+            shape; needs `even_batches`.
         single: Yield the only index of every batch instead of the batch.
 
     Attributes:
-        start (int): The position at which iterations begin.
-        padded (dict): In the latest iteration: index of a padded batch -> number of its real samples.
-        padded_rows (int | None): Number of samples in padded batches; `None` before there is one, 0 if they
-            have several sizes.
-        order (dict | None): The state that replays the order of the latest iteration.
-        replays (dict | None): The order of iterations; a new one if `None`.
+        draw (Draw | None): What an iteration begins with, and records; if `None`, each begins an epoch.
         seeds (list): The seeds of `random`, numpy and torch in epoch 0, if the samplers may draw from them.
         epoch (int): The epoch.
 
@@ -220,111 +220,79 @@ class BatchSamplerShard(_AroundBatchSampler):
         self.even_batches = even_batches
         self.static_shapes = static_shapes
         self.single = single
-        _ = self.plan  # refuses arguments that do not fit together
-        self.start = 0
-        self.padded: dict[int, int] = {}
-        self.padded_rows: int | None = None
-        self.order: OrderState | None = None
-        self.replays: OrderState | None = None
+        self.draw: Draw | None = None
         self.seeds: list[int] = []
         self.epoch = 0
+        _ = self.plan  # refuses arguments that do not fit together
 
     @property
     def plan(self) -> BatchPlan:
         """The plan of an epoch, of samples if the position counts them; else of full batches."""
         plan = _plan_of(self)
-        if self.counts_samples:
+        if is_plain_batch_sampler(self.batch_sampler):
             return plan
-        alone = {"num_processes": 1, "process_index": 0} if self.split_batches else {}
-        return replace(plan, rows=1, **alone)
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether positions in the epoch are numbers of samples; otherwise of full batches."""
-        return is_plain_batch_sampler(self.batch_sampler)
-
-    @property
-    def stride(self) -> int:
-        """The change of the position by one batch on every rank."""
-        return self.plan.stride
+        plan = replace(plan, rows=1, counts_samples=False)
+        return replace(plan, num_processes=1, process_index=0) if self.split_batches else plan
 
     def __len__(self) -> int:
         """Number of batches of this rank."""
-        source = self.batch_sampler.sampler if self.counts_samples else self.batch_sampler
-        return self.plan.count(len(source))
+        plan = self.plan
+        return plan.count(len(self.batch_sampler.sampler if plan.counts_samples else self.batch_sampler))
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches of indices."""
-        batches = self.iterate_from(self.start, self.replays)
+        # Unsharded batches come directly from torch's iterator, without a call per batch.
+        batches = chain.from_iterable(self.iterate(self.draw or Draw()))
         return (batch[0] for batch in batches) if self.single else batches
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration."""
-        self.epoch = epoch
-
-    def remainder_from(self, position: int) -> int:
-        """Return the number of samples in the last round after a position: 0 if complete, -1 if unknown."""
-        if self.drop_last:
-            return 0
-        if not self.counts_samples or not isinstance(self.batch_sampler.sampler, Sized):
-            return -1
-        return max(0, len(self.batch_sampler.sampler) - position) % self.stride
-
-    def iterate_from(self, position: int, order: OrderState | None = None) -> Iterator[list[int]]:
-        """Yield this rank's batches after a position.
-
-        Args:
-            position: Samples (or full batches, see `counts_samples`) that all ranks together have consumed.
-            order: The state that replays the order of the epoch; if `None`, a new order.
-        """
-        # Unsharded batches come directly from torch's iterator, without a call per batch.
-        return chain.from_iterable(self._epoch_from(position, order))
-
-    def _epoch_from(self, position: int, order: OrderState | None) -> Iterator[Iterator[list[int]]]:
-        """Draw the epoch; yield one iterator of its batches after a position, then end the epoch."""
-        self.padded, self.padded_rows = {}, None
-        sampler = self.sampler
-        with replay_order(sampler, order):  # all random numbers are drawn in here
-            if order is None:
-                order = record_order(sampler)
+    def iterate(self, draw: Draw) -> Iterator[Iterator[list[int]]]:
+        """Draw and record an order; yield one iterator of this rank's batches, then end the epoch."""
+        plan, sampler = self.plan, innermost_sampler(self.batch_sampler)
+        source = self.batch_sampler.sampler if plan.counts_samples else self.batch_sampler
+        draw.padded.clear()
+        if plan.drop_last:
+            draw.remainder = 0
+        elif plan.counts_samples and isinstance(source, Sized):
+            draw.remainder = max(0, len(source) - draw.start) % plan.stride
+        with replay_order(sampler, draw.order):  # all random numbers are drawn in here
+            if draw.order is None:
+                draw.order = record_order(sampler)
                 if self.seeds:
-                    order["seeds"] = [seed + self.epoch for seed in self.seeds]
-            self.order = order
+                    draw.order["seeds"] = [seed + self.epoch for seed in self.seeds]
             epoch = sampler.epoch if isinstance(sampler, SeedableRandomSampler) else 0
-            deal = partial(self._deal, position)
-            batches = iterate_seeded(deal, order["seeds"]) if "seeds" in order else deal()
+            if "seeds" in draw.order:
+                batches = iterate_seeded(self._deal(plan, source, draw), draw.order["seeds"])
+            elif self.num_processes == 1 and plan.counts_samples and not plan.pads:
+                items, _ = _open(source, draw.start, 0)
+                batches = iter(BatchSampler(cast("Any", items), self.batch_size, plan.drop_last))
+            else:
+                batches = self._deal(plan, source, draw)
             first = list(islice(batches, 1))  # an order drawn lazily is drawn now
         yield chain(first, batches)
         if isinstance(sampler, SeedableRandomSampler):
             sampler.end_epoch(epoch)
 
-    def _deal(self, position: int) -> Iterator[list[int]]:
-        """Return this rank's batches after a position."""
-        plan, pads = self.plan, _plan_of(self).pads
-        source = self.batch_sampler.sampler if self.counts_samples else self.batch_sampler
-        items, head = _open(source, position, plan.stride if pads else 0)
-        if self.num_processes == 1 and not pads:
-            if not self.counts_samples:
-                return items
-            return iter(BatchSampler(cast("Any", items), self.batch_size, self.drop_last))
-        if self.counts_samples:
-            return self._record_padding(plan.deal(items, head))
-        split = self.split_batches
-        return self._record_padding(self._split(items, head) if split else self._complete(plan, items, head))
-
-    def _record_padding(self, dealt: Iterator[tuple[list[int], int, Any]]) -> Iterator[list[int]]:
-        """Yield batches; record padded ones in `padded`."""
-        padded = self.padded
+    def _deal(self, plan: BatchPlan, source: Any, draw: Draw) -> Iterator[list[int]]:
+        """Yield this rank's batches; record the padded ones."""
+        items, head = _open(source, draw.start, plan.stride if plan.pads else 0)
+        if plan.counts_samples:
+            dealt = plan.deal(items, head)
+        elif self.num_processes == 1 and not plan.pads:
+            yield from items
+            return
+        elif self.split_batches:
+            dealt = self._split(items, head)
+        else:
+            dealt = self._complete(plan, items, head)
         for number, (batch, real, _) in enumerate(dealt):
             if real != len(batch):
-                padded[number] = real
-                self.padded_rows = len(batch) if self.padded_rows in {None, len(batch)} else 0
+                draw.padded[number] = real
+                draw.padded_rows = len(batch) if draw.padded_rows in {None, len(batch)} else 0
             yield batch
 
     def _split(self, batches: Iterator[Any], head: list[Any]) -> Iterator[tuple[list[int], int, Any]]:
         """Split batches of any length; the first one pads incomplete ones."""
-        plan = _plan_of(self)
-        plan = replace(plan, even=plan.pads, drop_last=False)
+        plan = replace(_plan_of(self), drop_last=False)
         first = list(head[0]) if head else []
         for batch in batches:
             first = first or list(batch)
@@ -393,7 +361,7 @@ class SkipBatchSampler(_AroundBatchSampler):
         """Yield the remaining batches."""
         inner = self.batch_sampler
         shard = inner if isinstance(inner, BatchSamplerShard) else BatchSamplerShard(inner)
-        return shard.iterate_from(self.skip_batches * shard.stride)
+        return chain.from_iterable(shard.iterate(Draw(self.skip_batches * shard.plan.stride)))
 
 
 def check_count(batches: int) -> int:
@@ -424,7 +392,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         even_batches: Whether to complete the last round; otherwise some ranks may get fewer samples.
         mark_padding: Yield the samples that pad a round as `PaddedSample`, for `MetaCollate`.
         starts: The number of samples of the epoch that were consumed before, for every worker of the loader.
-        static_shapes: As for `BatchPlan`.
+        static_shapes: As for `BatchSamplerShard`.
 
     Raises:
         ValueError: With `split_batches`, the batch size is not a multiple of the number of ranks.
