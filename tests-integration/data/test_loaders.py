@@ -186,6 +186,19 @@ def test_lists_of_objects_are_dispatched_too() -> None:
     assert sorted(everyone(ids)) == list(range(7))
 
 
+@distributed(world_size=2)
+def test_batches_that_the_dataset_makes_are_not_taken_for_one_sample() -> None:
+    PartialState(cpu=True)
+    batches = [{"id": torch.arange(3) + 3 * i, "scale": torch.ones(1)} for i in range(3)]
+    loader = prepare_data_loader(
+        DataLoader(batches, batch_size=None), put_on_device=True, dispatch_batches=True
+    )  # pyright: ignore[reportArgumentType]
+    ids: list[int] = []
+    for batch in loader:
+        ids += batch["id"].tolist()[: loader.real_in_batch]
+    assert sorted(everyone(ids)) == list(range(9))
+
+
 def run_a_stage(name: str, folder: Path, stage: int) -> None:
     """Read two batches after those of the stages before; in the last stage, all."""
     loader = prepared(name, data_seed=5 if name == "seeded" else None)

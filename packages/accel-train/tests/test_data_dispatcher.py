@@ -20,9 +20,7 @@ from accel_train.data.dispatcher import (
     DataLoaderDispatcher,
     RowSplit,
     count_rows,
-    join_rows,
     row_layout,
-    select_rows,
 )
 from accel_train.data.scatter import MainProcessReadError, receive, send
 from accel_train.data.shards import BatchWithMeta
@@ -323,14 +321,15 @@ def test_rows_are_counted_cut_and_joined() -> None:
     layout = row_layout(batch)
     assert count_rows(batch, layout) == 3
     assert count_rows({"kind": "x"}, row_layout({"kind": "x"})) is None
-    assert same(
-        select_rows(batch, layout.tree, slice(1, 3)),
-        {**batch, "ids": torch.tensor([1, 2]), "names": ("b", "c")},
-    )
-    joined = {**batch, "ids": torch.tensor([0, 1, 2, 0, 1, 2]), "names": ("a", "b", "c") * 2}
-    assert same(join_rows([batch, batch], layout.tree), joined)
-    with pytest.raises(ValueError, match="size"):
-        join_rows([torch.ones(1, 2), torch.ones(1, 3)], True)
+    parts = RowSplit(num_processes=2, split=True).parts([batch])
+    assert [part and part.real for part in parts] == [2, 1]
+    assert same(parts[1] and parts[1].batch, {**batch, "ids": torch.tensor([2, 0]), "names": ("c", "a")})
+    parts = RowSplit(num_processes=3).parts([batch, batch])
+    joined = [
+        {**batch, "ids": torch.tensor(i), "names": tuple("abc"[n] for n in i)}
+        for i in ([0, 1], [2, 0], [1, 2])
+    ]
+    assert same([part and part.batch for part in parts], joined)
 
 
 def image(number: int, height: int | None = None) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,6 +125,7 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
 
     @property
     def _row_split(self) -> RowSplit:
+        shard = self.index_shard
         return RowSplit(
             num_processes=len(set(self._shard_of)),
             split=self.split_batches,
@@ -132,7 +133,7 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
             drop_last=self._drop_last,
             slice_fn=self.slice_fn,
             multiple=self.micro_batches,
-            batch_size=self.batch_size if self.index_shard is None else self.index_shard.batch_size,
+            batch_size=self.batch_size if shard is None or shard.single else shard.batch_size,
         )
 
     def _open(self) -> Pass:
@@ -249,49 +250,48 @@ class RowSplit:
             layout = row_layout(batches[0])
             counts = [count_rows(batch, layout) for batch in batches]
         can_cut = self.split or self.slice_fn is not None
-        rows = None if None in counts or not layout.is_sure else sum(count or 0 for count in counts)
+        rows = (
+            None if None in counts or not (layout.is_sure or can_cut) else sum(count or 0 for count in counts)
+        )
         full = len(batches) == self.num_processes and len(set(counts)) == 1
         full = full and (not self.even or (counts[0] or 0) % self.multiple == 0)
         if full and not can_cut:
             return [BatchWithMeta(batch, None, rows) for batch in batches]
         # 2. Batches with rows are joined and cut.
-        if can_cut and rows is None and None not in counts:
-            rows = sum(count or 0 for count in counts)
         try:
             if not rows:
                 raise ValueError("it is not known which of its values have one row per sample")
-            joined = batches[0] if len(batches) == 1 else join_rows(batches, layout.tree)
+            return self._slices(map_rows(_join, layout.tree, *batches), layout.tree, rows)
         except ValueError as error:
             if can_cut:
                 raise ValueError(f"The main process cannot split the batch that it read: {error}.") from error
-            padding = BatchWithMeta(batches[0], 0, rows) if self.even else None  # the first batch pads
-            whole = [BatchWithMeta(batch, None, rows) for batch in batches]
-            return [*whole, *[padding] * (self.num_processes - len(batches))]
-        return self._slices(joined, layout.tree, rows)
+        padding = BatchWithMeta(batches[0], 0, rows) if self.even else None  # the first batch pads
+        whole = [BatchWithMeta(batch, None, rows) for batch in batches]
+        return [*whole, *[padding] * (self.num_processes - len(batches))]
 
     def _slices(self, batch: Any, tree: Any, rows: int) -> list[BatchWithMeta | None]:
         """Cut a batch into equal slices, padded with the first rows; else of almost equal length."""
-        size, larger = divmod(rows, self.num_processes)
-        padded = self.even and rows % (self.num_processes * self.multiple) > 0
+        world = self.num_processes
+        size, larger = divmod(rows, world)
+        padded = self.even and rows % (world * self.multiple) > 0
         if padded:
-            size, larger = -(-rows // (self.num_processes * self.multiple)) * self.multiple, 0
-            batch = select_rows(batch, tree, [i % rows for i in range(size * self.num_processes)])
-        loaded_batches: list[BatchWithMeta | None] = []
-        first = 0
-        for rank in range(self.num_processes):
-            last = first + size + (rank < larger)
-            part = None
-            if last > first:
-                real = min(max(rows - first, 0), last - first) if padded else None
-                own = slice(first, last)
-                if self.slice_fn is None:
-                    sliced = select_rows(batch, tree, own)
-                else:
-                    sliced = self.slice_fn(batch, own, process_index=rank, num_processes=self.num_processes)
-                part = BatchWithMeta(sliced, real, rows)
-            loaded_batches.append(part)
-            first = last
-        return loaded_batches
+            size, larger = -(-rows // (world * self.multiple)) * self.multiple, 0
+            batch = map_rows(_join, tree, *[batch] * -(-size * world // rows))
+            batch = map_rows(lambda values: values[: size * world], tree, batch)
+        dealt: list[BatchWithMeta | None] = []
+        last = 0
+        for rank in range(world):
+            own = slice(last, last := last + size + (rank < larger))
+            if own.start == last:
+                dealt.append(None)
+                continue
+            if self.slice_fn is None:
+                sliced = map_rows(lambda values: values[own], tree, batch)  # noqa: B023 - called at once
+            else:
+                sliced = self.slice_fn(batch, own, process_index=rank, num_processes=world)
+            real = min(max(rows - own.start, 0), last - own.start) if padded else None
+            dealt.append(BatchWithMeta(sliced, real, rows))
+        return dealt
 
 
 @frozen
@@ -324,24 +324,15 @@ def row_layout(batch: Any, batch_size: int | None = None) -> RowLayout:
         >>> row_layout([torch.zeros(3, 8), torch.zeros(3)]).tree
         [True, True]
     """
-    unmatched: dict[int, int] = {}
-    ties: dict[int, int] = {}
-    for rows in _possible_rows(batch):
-        if rows not in unmatched:
-            labels = _layout_for(batch, rows)
-            unmatched[rows], ties[rows] = _count(labels, _UNMATCHED), _count(labels, _TIE)
-    fewest = min(unmatched.values(), default=0)
-    best = [rows for rows, count in unmatched.items() if count == fewest]
+    readings = {rows: _read_as(batch, rows) for rows in _possible_rows(batch)}
+    fewest = min((reading.unmatched for reading in readings.values()), default=0)
+    best = [rows for rows, reading in readings.items() if reading.unmatched == fewest]
     if not best:
         return RowLayout(tree=None, is_sure=True)
-    rows = batch_size if batch_size in best else best[0]
+    reading = readings[batch_size if batch_size in best else best[0]]
     return RowLayout(
-        tree=_tree(_layout_for(batch, rows)),
-        is_sure=not ties[rows] and (len(best) == 1 or batch_size in best),
+        tree=reading.tree, is_sure=not reading.has_tie and (len(best) == 1 or batch_size in best)
     )
-
-
-_ROWS, _CONSTANT, _UNMATCHED, _TIE = "rows", "constant", "unmatched", "tie"
 
 
 def _possible_rows(data: Any) -> Iterator[int]:
@@ -352,7 +343,7 @@ def _possible_rows(data: Any) -> Iterator[int]:
     elif type(data) not in {list, tuple}:
         for _, value in inside or ():
             yield from _possible_rows(value)
-    elif all(children(item) is None and not isinstance(item, Tensor) for item in data):
+    elif all(_is_plain(item) for item in data):
         yield len(data)
     else:
         own = [len(data)]
@@ -361,40 +352,54 @@ def _possible_rows(data: Any) -> Iterator[int]:
         yield from own + below if has_records else below + own
 
 
-def _layout_for(data: Any, rows: int) -> Any:
-    """Return the layout of a batch of this many samples: a label, or a list that begins with one."""
-    if isinstance(data, Tensor):
-        return _CONSTANT if data.dim() == 0 else _ROWS if len(data) == rows else _UNMATCHED
-    inside = children(data)
-    if inside is None:
-        return _CONSTANT
-    below = [_layout_for(value, rows) for _, value in inside]
-    if type(data) not in {list, tuple}:
-        return [None, *below]
-    are_fields = bool(below) and all(
-        _count(layout, _ROWS) and not _count(layout, _UNMATCHED) for layout in below
+class _Reading(NamedTuple):
+    """A batch read as one of some number of samples.
+
+    Args:
+        tree: As for `RowLayout`.
+        matched: The number of values with one row per sample.
+        unmatched: The number of values that have rows, but another number.
+        has_tie: Whether a list may be read as fields and as samples.
+    """
+
+    tree: Any = None
+    matched: int = 0
+    unmatched: int = 0
+    has_tie: bool = False
+
+
+def _read_as(data: Any, rows: int) -> _Reading:
+    """Read a batch as one of this many samples."""
+    if isinstance(data, Tensor) and data.dim() > 0:
+        return _Reading(tree=True, matched=1) if len(data) == rows else _Reading(unmatched=1)
+    if _is_plain(data) or isinstance(data, Tensor):
+        return _Reading()
+    below = [_read_as(value, rows) for _, value in children(data) or ()]
+    are_samples = False
+    if type(data) in {list, tuple}:
+        are_fields = bool(below) and all(field.matched and not field.unmatched for field in below)
+        are_samples = len(data) == rows and len({_kind(item) for item in data if item is not None}) < 2
+        if are_samples and not are_fields:
+            return _Reading(tree=True, matched=1)
+        if all(_is_plain(item) for item in data):
+            return _Reading(unmatched=1)
+    return _Reading(
+        [field.tree for field in below],
+        sum(field.matched for field in below),
+        sum(field.unmatched for field in below),
+        are_samples or any(field.has_tie for field in below),
     )
-    are_samples = len(data) == rows and len({_kind(item) for item in data if item is not None}) < 2
-    if are_samples and not are_fields:
-        return _ROWS
-    if all(children(item) is None and not isinstance(item, Tensor) for item in data):
-        return _UNMATCHED
-    return [_TIE if are_samples else None, *below]
+
+
+def _is_plain(item: Any) -> bool:
+    return children(item) is None and not isinstance(item, Tensor)
 
 
 def _kind(item: Any) -> Any:
     """Return what the objects of all samples have in common."""
     if isinstance(item, Tensor):
         return item.dtype, item.dim()
-    return None if children(item) is None else type(item)
-
-
-def _count(layout: Any, label: str) -> int:
-    return sum(_count(part, label) for part in layout) if isinstance(layout, list) else layout == label
-
-
-def _tree(layout: Any) -> Any:
-    return [_tree(part) for part in layout[1:]] if isinstance(layout, list) else layout == _ROWS or None
+    return None if _is_plain(item) else type(item)
 
 
 def count_rows(batch: Any, layout: RowLayout) -> int | None:
@@ -421,45 +426,27 @@ def _lengths(data: Any, tree: Any) -> set[int | None]:
     return set().union(*(_lengths(value, below) for (_, value), below in zip(inside, tree, strict=True)))
 
 
-def select_rows(batch: Any, tree: Any, rows: Sequence[int] | slice) -> Any:
-    """Return some rows of a batch; values that belong to the whole batch are returned in full.
+def map_rows(function: Callable[..., Any], tree: Any, *batches: Any) -> Any:
+    """Apply a function to the values with rows, of all batches at once; others are those of the first batch.
 
     Example:
         >>> batch = {"ids": torch.arange(3), "text": ["a", "b", "c"]}
-        >>> select_rows(batch, row_layout(batch).tree, [2, 0])
-        {'ids': tensor([2, 0]), 'text': ['c', 'a']}
+        >>> map_rows(lambda values: values[1:], row_layout(batch).tree, batch)
+        {'ids': tensor([1, 2]), 'text': ['b', 'c']}
     """
     if tree is None:
-        return batch
-    if tree is not True:
-        values = [value for _, value in children(batch) or ()]
-        return rebuild(
-            batch, [select_rows(value, below, rows) for value, below in zip(values, tree, strict=True)]
-        )
-    if isinstance(rows, slice):
-        return batch[rows]
-    if isinstance(batch, Tensor):
-        return batch[torch.tensor(rows, device=batch.device)]
-    return type(batch)([batch[i] for i in rows])
+        return batches[0]
+    if tree is True:
+        return function(*batches)
+    columns = zip(*([value for _, value in children(batch) or ()] for batch in batches), strict=True)
+    below = zip(tree, columns, strict=True)
+    return rebuild(batches[0], [map_rows(function, part, *column) for part, column in below])
 
 
-def join_rows(batches: Sequence[Any], tree: Any) -> Any:
-    """Concatenate batches of the same structure; other values are taken from the first batch.
-
-    Example:
-        >>> batches = [{"ids": torch.arange(2), "text": ["a", "b"]}, {"ids": torch.arange(1), "text": ["c"]}]
-        >>> join_rows(batches, row_layout(batches[0]).tree)
-        {'ids': tensor([0, 1, 0]), 'text': ['a', 'b', 'c']}
-    """
-    first = batches[0]
-    if tree is None:
-        return first
-    if tree is not True:
-        columns = zip(*([value for _, value in children(batch) or ()] for batch in batches), strict=True)
-        return rebuild(first, [join_rows(column, below) for column, below in zip(columns, tree, strict=True)])
-    if not isinstance(first, Tensor):
-        return type(first)([item for batch in batches for item in batch])
+def _join(*values: Any) -> Any:
+    if not isinstance(values[0], Tensor):
+        return type(values[0])(chain.from_iterable(values))
     try:
-        return torch.cat(list(batches))
+        return values[0] if len(values) == 1 else torch.cat(values)
     except (RuntimeError, TypeError) as error:
         raise ValueError(str(error)) from error
