@@ -31,7 +31,13 @@ from accel_bigmodel.placement import (
     shared_names,
     torch_dtype,
 )
-from accel_bigmodel.sources import Source, broadcast_sources, open_checkpoint
+from accel_bigmodel.sources import (
+    ConvertedSource,
+    Source,
+    broadcast_sources,
+    open_checkpoint,
+    with_model_names,
+)
 from accel_ops.weights.layout import convert_bytes
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import (
@@ -109,12 +115,14 @@ def plan_load(
     assignment: Assignment,
     tied: Sequence[Sequence[str]],
 ) -> Plan:
-    """Match the tensors of a checkpoint with a model, and plan the load.
+    """Match the tensors of a checkpoint, as transformers converts them, with a model, and plan the load.
 
     Raises:
         CheckpointMismatchError: Shapes differ; or, with `strict`, names are missing or unexpected.
     """
     wanted = model_tensors(model)
+    if not assignment.shards:
+        sources = with_model_names(model, sources, wanted)
     quantizer = assignment.quantizer
     aliases = _aliases(tied, {*chain(*(source.tensors for source in sources))}, assignment) if tied else {}
     seen: set[str] = set()
@@ -145,7 +153,7 @@ def plan_load(
                 continue
             for served in (name, *aliases.get(name, ())):
                 step = _step(served, shape, dtype, wanted[served], source, assignment)
-                steps.append(replace(step, key=name))
+                steps.append(replace(step, key=source.keys.get(name, name)))
         plan.append((source, steps))
     for group in tied:
         if seen.intersection(group):
@@ -201,7 +209,8 @@ def assign(
     with contextlib.ExitStack() as folders:  # mapped files stay readable when their folder is removed
         for step in steps:
             if quantizer is not None and step.how == "quantize":
-                parts.setdefault(step.name, {})[step.key] = source.get(step.key)
+                key = source.keys.get(step.key, step.key)
+                parts.setdefault(step.name, {})[step.key] = source.get(key)
                 waiting[step.name] -= 1
                 if not waiting[step.name] and _is_complete(step.name, parts[step.name]):
                     _put_quantized(model, quantizer, source, step, parts.pop(step.name), assignment, index)
@@ -331,7 +340,8 @@ def _to_disk(source: Source, step: AssignStep, assignment: Assignment, index: In
 
 def _offload_folder(step: AssignStep, source: Source, assignment: Assignment) -> Path:
     if assignment.offload_folder is None:
-        remedy = "" if step.how == "quantize" else ", or save the checkpoint as safetensors"
+        is_made = step.how == "quantize" or isinstance(source, ConvertedSource)
+        remedy = "" if is_made else ", or save the checkpoint as safetensors"
         raise SettingsError(
             f"{step.name!r} goes to the disk and comes from {source.path.name!r}, which cannot be read in "
             f"place: pass offload_folder{remedy}"

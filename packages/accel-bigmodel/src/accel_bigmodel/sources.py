@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from accel_bigmodel.host_to_device import HostToDevice, upload
+from accel_ops.weights.hub_names import Conversion, from_hub
 from accel_ops.weights.layout import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -23,7 +25,13 @@ from accel_ops.weights.layout import (
 from accel_ops.weights.read import find_checkpoint_files, load_bin
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state import runtime
-from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError, some_of
+from accel_state.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    MissingDependencyError,
+    SettingsError,
+    some_of,
+)
 from accel_state.files import any_path, can_replace_mapped
 from accel_state.remote import AnyPath, RemotePath
 from accel_state.streams import device_streams
@@ -44,9 +52,11 @@ class Source(Protocol):
         in_place: Whether a tensor may stay in the file and be read when it is used.
         mapped: Whether `get` returns tensors that take no memory until they are used.
         broadcast: Whether reading a tensor is a collective.
+        keys: The names in the file of tensors that have another name in the model.
     """
 
     path: AnyPath
+    keys: Mapping[str, str] = MappingProxyType({})
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
     in_place: bool = False
     mapped: bool = False
@@ -147,6 +157,61 @@ def open_checkpoint(checkpoint: str | os.PathLike[str]) -> list[Source]:
     return [*sources.values()]
 
 
+def with_model_names(
+    model: nn.Module, sources: Sequence[Source], wanted: Mapping[str, Tensor]
+) -> list[Source]:
+    """Return the sources of a model's tensors, by the conversion that transformers has for their files.
+
+    Raises:
+        CheckpointMismatchError: Tensors that belong together do not fit.
+    """
+    source_of = {key: source for source in sources for key in source.tensors}
+    renamed, conversions = from_hub(model, source_of, wanted)
+    converted = {key for conversion in conversions for key in conversion.parts}
+    of_conversions = [ConvertedSource(conversions, source_of)] if conversions else []
+    for source in sources if renamed or converted else ():
+        source.keys = {renamed[key]: key for key in source.tensors if key in renamed}
+        source.tensors = {
+            renamed.get(key, key): entry for key, entry in source.tensors.items() if key not in converted
+        }
+    return [*sources, *of_conversions]
+
+
+class ConvertedSource(Source):
+    """Tensors that the model's own conversion makes of those in the files, one conversion at a time."""
+
+    def __init__(self, conversions: Sequence[Conversion], source_of: Mapping[str, Source]) -> None:
+        self._sources = {key: source_of[key] for conversion in conversions for key in conversion.parts}
+        first = next(iter(self._sources.values()))
+        self.path, self.broadcast = first.path, first.broadcast
+        self.tensors = {}
+        self._conversion_of: dict[str, Conversion] = {}
+        self._ready: dict[str, Tensor] = {}
+        for conversion in conversions:
+            try:
+                results = conversion.run(self._without_values)
+            except Exception as error:
+                raise CheckpointMismatchError(
+                    f"the checkpoint does not match the model. {some_of(conversion.parts)} cannot be "
+                    f"converted for {type(conversion.model).__name__}: {error}"
+                ) from error
+            self.tensors |= {name: (tuple(value.shape), value.dtype) for name, value in results.items()}
+            self._conversion_of |= dict.fromkeys(results, conversion)
+
+    def _without_values(self, key: str) -> Tensor:
+        shape, dtype = self._sources[key].tensors[key]
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def get(self, name: str) -> Tensor:
+        if name not in self._ready:
+            self._ready |= self._conversion_of[name].run(lambda key: self._sources[key].get(key))
+        return self._ready.pop(name)
+
+    def check_unchanged(self) -> None:
+        for source in {id(source): source for source in self._sources.values()}.values():
+            source.check_unchanged()
+
+
 def local_checkpoint(checkpoint: str | os.PathLike[str]) -> AnyPath:
     """Find a checkpoint on this machine, or download it from the hub.
 
@@ -233,14 +298,14 @@ class BroadcastSource(Source):
         source: Source | None,
     ) -> None:
         self.path = path
-        self.tensors = tensors
+        self.tensors = self._stored = tensors
         self._source = source
 
     def get(self, name: str) -> Tensor:
         # The tensor is on the device of the collectives, on every rank.
         on_host = distributed.get_backend() in ("gloo", "mpi")
         device = torch.device("cpu") if on_host else runtime.active.device
-        shape, dtype = self.tensors[name]
+        shape, dtype = self._stored[name]
         if self._source is not None:
             tensor = self._source.get(name).to(device).contiguous()
         else:

@@ -119,13 +119,16 @@ def save_state_dict(
     with contextlib.ExitStack() as staged:
         files: list[AnyPath] = []
         for groups, size in fill_shards((group for part in parts for group in groups_of(clean(part))), limit):
-            tensors = _with_storages({name: tensor for group in groups for name, tensor in group.items()})
+            named = {name: tensor for group in groups for name, tensor in group.items()}
+            if safe_serialization:
+                named = dict(sorted(named.items()))  # as the library does: equal weights are equal files
+            tensors = _with_storages(named)
             shards.append([*tensors])
             total += size
             files.append(staged.enter_context(_temporary_file(target / pattern.format(suffix=""))))
             write(tensors, files[-1])
             groups.clear()  # Else they would stay in memory until the next file is full.
-            del tensors
+            del named, tensors
         # 2. Rename them, now that their number is known, and write the index.
         plan = numbered(shards, total_size=total, pattern=pattern)
         for temporary, file in zip(files, plan.files, strict=True):

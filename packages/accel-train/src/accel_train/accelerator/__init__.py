@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, TypeVarTuple, final, overload
@@ -1326,6 +1327,8 @@ class Accelerator(RankMethods):
         save_directory: str | os.PathLike[str],
         max_shard_size: int | str = DEFAULT_SHARD_SIZE,
         safe_serialization: bool = True,
+        *,
+        names: Literal["hub", "model"] = "hub",
     ) -> None:
         """Save the weights of a model in the format that other libraries load. Call it on every process.
 
@@ -1338,10 +1341,13 @@ class Accelerator(RankMethods):
             max_shard_size: The largest size of a file, in bytes or as `"5GB"`; a larger model gets several
                 files and an index. A tensor larger than that has a file of its own.
             safe_serialization: Write safetensors; else as `torch.save` does.
+            names: `"hub"` for the names and layouts of the Hub where transformers 5 converts a model while it
+                loads it (one tensor per expert), as `save_pretrained` writes; `"model"` for those in memory.
 
         Raises:
             TypeError: `model` is not a module.
-            SettingsError: `save_directory` is a URL with a scheme that fsspec does not know.
+            SettingsError: `save_directory` is a URL with a scheme that fsspec does not know; or `names` is
+                another word.
             FileExistsError: `save_directory` is a file; raised on every process.
 
         Example:
@@ -1361,11 +1367,12 @@ class Accelerator(RankMethods):
         parts.checkpoints.meet("save_model()")
         tensors = parts.strategy.states.iter_full_state_dict(model, keep=commits)
         if getattr(self.get_state_dict, "__func__", None) is not _GET_STATE_DICT:
-            tensors = iter([self.get_state_dict(model)])  # overridden by the program
+            tensors, names = iter([self.get_state_dict(model)]), "model"  # overridden by the program
+        loaded = _with_hub_names(model, names, (with_offloaded_weights(part, model) for part in tensors))
         try:
             if commits:
                 weights.write.save_state_dict(
-                    (with_offloaded_weights(part, model) for part in tensors),
+                    loaded,
                     folder,
                     max_shard_size=max_shard_size,
                     safe_serialization=safe_serialization,
@@ -1381,6 +1388,7 @@ class Accelerator(RankMethods):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         to_main_only: bool = False,
         merge_adapters: bool = False,
+        names: Literal["hub", "model"] = "hub",
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and full parameters of a model bucket by bucket, as for an inference engine.
 
@@ -1402,9 +1410,10 @@ class Accelerator(RankMethods):
             merge_adapters: Add LoRA adapters of peft to their weights, and use the names of the base model,
                 as `merge_and_unload` does. The model stays as it is. The matrices of all adapters are
                 gathered first, and buckets have the dtype of the model.
+            names: As in `save_model`. Tensors that are converted together are held until the last has come.
 
         Returns:
-            An iterator over `(name, tensor)`, with the names of the unwrapped model.
+            An iterator over `(name, tensor)`.
 
         Raises:
             SettingsError: `model` is `None`, and not exactly one model is prepared; or an argument is not a
@@ -1446,10 +1455,15 @@ class Accelerator(RankMethods):
             tensors = sharding.adapters.iter_merged(model, request, iterate)
         else:
             tensors = iterate(request)
-        return (
-            (name, with_offloaded_weights({name: tensor}, model)[name].to(tensor.dtype))
+        loaded = (
+            {name: with_offloaded_weights({name: tensor}, model)[name].to(tensor.dtype)}
             for name, tensor in tensors
         )
+        core: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+        if merge_adapters and hasattr(core, "get_base_model"):
+            core = core.get_base_model()
+        named = _with_hub_names(core, names, loaded)
+        return (item for part in named for item in part.items())
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Gather the full state dict of a model. Call it on every process.
@@ -1855,6 +1869,20 @@ def _expect_model(model: object, name: str) -> None:
             f"{name}() takes a model, prepared or not, but got an object of type {type(model).__name__!r}: "
             "pass the torch.nn.Module itself."
         )
+
+
+def _with_hub_names(
+    model: nn.Module, names: str, parts: Iterable[Mapping[str, Tensor]]
+) -> Iterable[Mapping[str, Tensor]]:
+    """Return parts of a model's state dict with the names that its user asked for."""
+    if names == "model":
+        return parts
+    if names != "hub":
+        raise SettingsError(f'names={names!r} is neither "hub" nor "model"')
+    core: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
+    own = chain(core.named_parameters(remove_duplicate=False), core.named_buffers(remove_duplicate=False))
+    in_model = [sharding.state.strip_wrapper_prefixes(name) for name, _ in own]
+    return weights.hub_names.to_hub(core, in_model, parts)
 
 
 def _check_parameters(parameters: object, name: str) -> None:
