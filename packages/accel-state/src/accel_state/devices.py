@@ -97,8 +97,10 @@ def register_collectives(kind: DeviceKind) -> None:
 
 def set_current_device(device: torch.device) -> None:
     """Make a device the current device of its type; do nothing if the type does not number its devices."""
+    if device.index is None or device.type in SINGLE_DEVICE_TYPES:
+        return
     set_device = getattr(kind_of(device).module, "set_device", None)
-    if device.index is not None and device.type not in SINGLE_DEVICE_TYPES and set_device is not None:
+    if set_device is not None:
         set_device(device)
 
 

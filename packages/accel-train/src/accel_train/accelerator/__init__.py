@@ -291,13 +291,14 @@ class Accelerator(RankMethods):
             )
         compiler = dynamo_plugin or TorchDynamoPlugin(backend=dynamo_backend)
         trackers = TrackerSession(log_with, project.logging_dir, on_error=on_tracker_error)
-        check_clock(step_scheduler_per, "step_scheduler_per")
-        if step_scheduler_per is not None and not step_scheduler_with_optimizer:
-            raise SettingsError(
-                f"Accelerator(step_scheduler_per={step_scheduler_per!r}, step_scheduler_with_optimizer="
-                "False): without the optimizer, every call of step() is one step of the schedule. Remove one "
-                "of the two."
-            )
+        if step_scheduler_per is not None:
+            check_clock(step_scheduler_per, "step_scheduler_per")
+            if not step_scheduler_with_optimizer:
+                raise SettingsError(
+                    f"Accelerator(step_scheduler_per={step_scheduler_per!r}, step_scheduler_with_optimizer="
+                    "False): without the optimizer, every call of step() is one step of the schedule. Remove "
+                    "one of the two."
+                )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.step_scheduler_per = step_scheduler_per
         tiling = TilingKwargs()  # from the environment, if no handler was given
