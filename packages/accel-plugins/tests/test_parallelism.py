@@ -183,6 +183,12 @@ def test_the_mesh_of_any_number_of_ranks_can_be_asked_for(sizes: dict[str, int],
         config._set_size("ep", 2)
 
 
+def test_a_library_may_replace_which_axes_are_in_the_mesh(monkeypatch: pytest.MonkeyPatch):
+    names = property(lambda config: [])
+    monkeypatch.setattr(ParallelismConfig, "non_dp_dim_names", names)  # as axolotl does
+    assert ParallelismConfig(dp_shard_size=2, cp_size=2)._get_mesh() == (("dp_shard",), (2,))
+
+
 def test_sizes_are_validated_against_a_run():
     run = SimpleNamespace(num_processes=4)
     config = ParallelismConfig()

@@ -464,7 +464,8 @@ class ParallelismConfig:
         is_fully_sharded = self._is_fully_sharded or self.dp_replicate_enabled or self.ep_enabled
         is_part = self.pp_enabled or (self.tp_enabled and is_fully_sharded)
         lone = "dp_shard" if is_part and not self.dp_shard_cp_dim_names else None
-        sizes = {axis: size for axis, size in self.sizes.items() if size > 1 or axis == lone}
+        in_mesh = {*self.active_mesh_dims, lone}  # libraries replace the properties behind it
+        sizes = {axis: size for axis, size in self.sizes.items() if axis in in_mesh}
         return (tuple(sizes), tuple(sizes.values())) if sizes else ()
 
     def _set_size(self, parallelism: str, size: int) -> None:
