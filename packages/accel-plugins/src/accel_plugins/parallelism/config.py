@@ -322,6 +322,15 @@ class ParallelismConfig:
         return {axis: getattr(self, f"{axis}_size") for axis in AXES}
 
     @property
+    def _sizes(self) -> dict[str, int]:
+        return self.sizes  # Accelerate's name, which programs read and set
+
+    @_sizes.setter
+    def _sizes(self, sizes: Mapping[str, int]) -> None:
+        for axis, size in sizes.items():
+            self._set_size(axis, size)
+
+    @property
     def total_size(self) -> int:
         """World size that the axes need."""
         return math.prod(self.sizes.values())
