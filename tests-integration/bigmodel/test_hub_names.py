@@ -215,6 +215,16 @@ def test_a_layer_is_converted_when_its_last_tensor_has_come() -> None:
                 assert asked[-1].startswith(layer)
 
 
+def test_tensors_keep_the_order_of_the_model() -> None:
+    model = tiny_moe()
+    state = model.state_dict()
+    named = [name for part in to_hub(model, state, [state]) for name in part]
+    unchanged = [name for name in named if name in state]
+    assert unchanged == [name for name in state if name in unchanged]
+    layers = [name.split(".")[2] for name in named if ".experts." in name]
+    assert layers == sorted(layers)
+
+
 @distributed(world_size=2)
 def test_sharded_models_load_and_save_names_of_the_hub(tmp_path: Path) -> None:
     plugin = FullyShardedDataParallelPlugin(

@@ -104,13 +104,13 @@ def to_hub(
     unplanned: set[str] = set()
     arrived: dict[str, Tensor] = {}
     for part in parts:
-        for name in part.keys() - renamed.keys() - group_of.keys():
+        for name in (name for name in part if name not in renamed and name not in group_of):
             plan(name)
             unplanned.add(group_of.get(name, ""))
         # The first name of a tied weight is kept: that of its source.
-        ordered = sorted(part.keys() & renamed.keys(), key=tied.__contains__)
+        ordered = sorted((name for name in part if name in renamed), key=tied.__contains__)
         yield {renamed[name]: part[name] for name in ordered}
-        for name in part.keys() & group_of.keys():
+        for name in (name for name in part if name in group_of):
             arrived[name] = part[name]
             group = groups[group_of[name]]
             if group_of[name] not in unplanned and group.parts.keys() <= arrived.keys():
