@@ -169,7 +169,7 @@ def with_model_names(
     renamed, conversions = from_hub(model, source_of, wanted)
     converted = {key for conversion in conversions for key in conversion.parts}
     of_conversions = [ConvertedSource(conversions, source_of)] if conversions else []
-    for source in sources if renamed or converted else ():
+    for source in sources:
         source.keys = {renamed[key]: key for key in source.tensors if key in renamed}
         source.tensors = {
             renamed.get(key, key): entry for key, entry in source.tensors.items() if key not in converted
@@ -208,7 +208,7 @@ class ConvertedSource(Source):
         return self._ready.pop(name)
 
     def check_unchanged(self) -> None:
-        for source in {id(source): source for source in self._sources.values()}.values():
+        for source in dict.fromkeys(self._sources.values()):
             source.check_unchanged()
 
 

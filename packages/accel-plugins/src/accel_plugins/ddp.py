@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_ops.modules import without_compiler
 from accel_plugins.kwargs import KwargsHandler, expect, expect_counts, expect_flags
-from accel_plugins.parallelism.config import ParallelismConfig, check_axes
+from accel_plugins.parallelism.config import check_axes
 from accel_plugins.strategy import Bundle, Strategy
 from accel_plugins.unsharded import move_to_device
 from accel_state import hang_monitor
@@ -163,8 +163,7 @@ class DdpStrategy(Strategy):
     keeps_sharded = True
 
     def setup(self) -> None:
-        if (axes := self.handlers.get(ParallelismConfig)) is not None:
-            check_axes(axes, self.runtime.topology.world_size)
+        check_axes(self.handlers, self.runtime.topology.world_size)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Move models to the device and wrap the trainable ones, which broadcasts the values of rank 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_plugins.parallelism.config import ParallelismConfig, check_axes
+from accel_plugins.parallelism.config import check_axes
 from accel_plugins.strategy import Strategy
 
 
@@ -12,5 +12,4 @@ class SingleStrategy(Strategy):
     name = "single"
 
     def setup(self) -> None:
-        if (axes := self.handlers.get(ParallelismConfig)) is not None:
-            check_axes(axes, 1)
+        check_axes(self.handlers, 1)

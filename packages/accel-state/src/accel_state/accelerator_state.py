@@ -14,6 +14,7 @@ from accel_state.errors import SettingsError
 from accel_state.labels import distributed_type_of
 from accel_state.partial_state import PartialState, SharedState
 from accel_state.settings.model import BASE_PRECISIONS, Precision, from_environ
+from accel_state.settings.option import one_of
 
 if TYPE_CHECKING:
     import torch
@@ -260,10 +261,10 @@ def _precision(asked: str | None, state: PartialState) -> str:
     if asked is None:
         wanted = from_environ(environ.read()).precision.mixed_precision
     else:
-        wanted = str(asked).strip().lower()
-        if wanted not in (known := get_args(Precision)):
-            choices = ", ".join(map(repr, known))
-            raise SettingsError(f"mixed_precision={asked!r}: expected one of {choices}.")
+        try:
+            wanted = one_of(*get_args(Precision))(str(asked))
+        except ValueError as error:
+            raise SettingsError(f"mixed_precision={asked!r}: {error}.") from None
     # A function patched in by a program has Accelerate's signature.
     own: dict[str, Any] = {"device": state.device} if is_bf16_available is _is_bf16_available else {}
     if wanted == "bf16" and not is_bf16_available(**own):

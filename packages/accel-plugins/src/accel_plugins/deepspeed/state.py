@@ -107,8 +107,9 @@ class DeepSpeedStates(States):
         for names, parameter in named_parameters_of(module.state_dict(keep_vars=True)):
             if any(map(request.selects, names)):
                 with GatheredParameters([parameter]):
-                    dtype = request.dtype_of(parameter.dtype)
-                    full = parameter.detach().to(dtype, copy=is_sharded(parameter))
+                    full = parameter.detach()
+                    if request.keep:
+                        full = full.to(request.dtype_of(parameter.dtype), copy=is_sharded(parameter))
                 for name in names if request.keep else ():
                     yield name, full
 

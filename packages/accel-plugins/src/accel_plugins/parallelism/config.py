@@ -494,12 +494,14 @@ class ParallelismConfig:
         return self.dp_shard_cp_dim_names or [name for name in names if name == "dp_shard"]
 
 
-def check_axes(config: ParallelismConfig, world_size: int) -> None:
+def check_axes(handlers: Mapping[type, Any], world_size: int) -> None:
     """Check the world size of axes, where no mesh is built; without any sizes, every rank is a replica."""
-    if config.total_size == 1:
-        config.dp_replicate_size = world_size
-    config.check_world(world_size)
-    refuse_experts(config)
+    config: ParallelismConfig | None = handlers.get(ParallelismConfig)
+    if config is not None:
+        if config.total_size == 1:
+            config.dp_replicate_size = world_size
+        config.check_world(world_size)
+        refuse_experts(config)
 
 
 def refuse_experts(config: ParallelismConfig) -> None:

@@ -291,14 +291,13 @@ class Accelerator(RankMethods):
             )
         compiler = dynamo_plugin or TorchDynamoPlugin(backend=dynamo_backend)
         trackers = TrackerSession(log_with, project.logging_dir, on_error=on_tracker_error)
-        if step_scheduler_per is not None:
-            check_clock(step_scheduler_per, "step_scheduler_per")
-            if not step_scheduler_with_optimizer:
-                raise SettingsError(
-                    f"Accelerator(step_scheduler_per={step_scheduler_per!r}, step_scheduler_with_optimizer="
-                    "False): without the optimizer, every call of step() is one step of the schedule. Remove "
-                    "one of the two."
-                )
+        check_clock(step_scheduler_per, "step_scheduler_per")
+        if step_scheduler_per is not None and not step_scheduler_with_optimizer:
+            raise SettingsError(
+                f"Accelerator(step_scheduler_per={step_scheduler_per!r}, step_scheduler_with_optimizer="
+                "False): without the optimizer, every call of step() is one step of the schedule. Remove one "
+                "of the two."
+            )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.step_scheduler_per = step_scheduler_per
         tiling = TilingKwargs()  # from the environment, if no handler was given
@@ -1460,10 +1459,7 @@ class Accelerator(RankMethods):
             {name: with_offloaded_weights({name: tensor}, model)[name].to(tensor.dtype)}
             for name, tensor in tensors
         )
-        core: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-        if merge_adapters and hasattr(core, "get_base_model"):
-            core = core.get_base_model()
-        named = _with_hub_names(core, names, loaded)
+        named = _with_hub_names(model, names, loaded, merged=merge_adapters)
         return (item for part in named for item in part.items())
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -1873,16 +1869,19 @@ def _expect_model(model: object, name: str) -> None:
 
 
 def _with_hub_names(
-    model: nn.Module, names: str, parts: Iterable[Mapping[str, Tensor]]
+    model: nn.Module, names: str, parts: Iterable[Mapping[str, Tensor]], *, merged: bool = False
 ) -> Iterable[Mapping[str, Tensor]]:
-    """Return parts of a model's state dict with the names that its user asked for."""
+    """Return parts of the state dict of a model, or of that below its adapters, with the names asked for."""
     if names == "model":
         return parts
     if names != "hub":
         raise SettingsError(f'names={names!r} is neither "hub" nor "model"')
-    core: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
+    core: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    if merged and hasattr(core, "get_base_model"):
+        core = core.get_base_model()
     own = chain(core.named_parameters(remove_duplicate=False), core.named_buffers(remove_duplicate=False))
-    in_model = [sharding.state.strip_wrapper_prefixes(name) for name, _ in own]
+    # Not read where there is no conversion.
+    in_model = (sharding.state.strip_wrapper_prefixes(name) for name, _ in own)
     return weights.hub_names.to_hub(core, in_model, parts)
 
 
