@@ -518,7 +518,7 @@ def test_a_path_that_is_nothing_is_reported(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_on_windows_a_loaded_file_is_not_kept_open(toy, toy_class, tokens, tmp_path, monkeypatch, dtype):
     """Windows neither replaces nor deletes mapped files. Here, a mapped file shows what overwrites it."""
-    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.setattr("accel_state.platforms.SYSTEM", "win32")
     monkeypatch.delattr("os.preadv")
     save_state_dict(toy.state_dict(), tmp_path / "ck")
     path = tmp_path / "ck" / "model.safetensors"

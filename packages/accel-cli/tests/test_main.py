@@ -13,6 +13,7 @@ from accel_cli import config_file as file
 from accel_cli.arguments import FLAGS
 from accel_cli.launch import command
 from accel_cli.main import COMMANDS, main
+from accel_state import platforms
 from accel_state.errors import SettingsError
 
 
@@ -114,7 +115,7 @@ def became(monkeypatch, tmp_path):
 
     monkeypatch.setattr(command.os, "execve", execve)
     monkeypatch.setattr(command, "read", lambda: {"HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""})
-    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(platforms, "SYSTEM", "linux")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     return seen

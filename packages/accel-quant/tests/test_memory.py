@@ -45,7 +45,7 @@ def test_the_float_model_is_never_in_memory(tmp_path):
         save_state_dict(weights, {str(tmp_path)!r}, max_shard_size="50MB")
         total = sum(tensor.nbytes for tensor in weights.values())
         del weights
-        from accel_state.files import trim_heap
+        from accel_state.platforms import trim_heap
 
         trim_heap()
         with init_empty_weights():

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from accel_plugins.kwargs import ProjectConfiguration
+from accel_state import platforms
 from accel_state.errors import CheckpointError
 from accel_train import Accelerator
-from accel_train.checkpoint import files, layout, load
+from accel_train.checkpoint import layout, load
 from accel_train.checkpoint.single_files import save_custom_state
 
 
@@ -246,7 +247,8 @@ def windows(monkeypatch):
     monkeypatch.setattr(os, "open", open_)
     monkeypatch.setattr(os, "fsync", fsync_)
     monkeypatch.setattr(os, "unlink", unlink_)
-    monkeypatch.setattr(files, "_FLUSHED_AS", "r+b")
+    monkeypatch.setattr(platforms, "SYSTEM", "win32")
+    monkeypatch.delattr(os, "preadv")
     return texts
 
 

@@ -46,8 +46,8 @@ from accel_ops.weights.tensors import (
     retie_parameters,
 )
 from accel_state.errors import CheckpointMismatchError, SettingsError, UnsupportedError, some_of
-from accel_state.files import can_replace_mapped
 from accel_state.frozen import frozen
+from accel_state.platforms import can_replace_mapped
 
 if TYPE_CHECKING:
     from accel_bigmodel.offload import Index

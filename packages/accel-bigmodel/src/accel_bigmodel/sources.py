@@ -32,7 +32,8 @@ from accel_state.errors import (
     SettingsError,
     some_of,
 )
-from accel_state.files import any_path, can_replace_mapped
+from accel_state.files import any_path
+from accel_state.platforms import can_replace_mapped
 from accel_state.remote import AnyPath, RemotePath
 from accel_state.streams import device_streams
 

@@ -19,8 +19,9 @@ from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_in
 from accel_ops.weights.lazy_tensors import LazyTensor
 from accel_ops.weights.safetensors_io import as_bytes
 from accel_state.errors import CheckpointError, SettingsError, did_you_mean, some_of
-from accel_state.files import any_path, trim_heap
+from accel_state.files import any_path
 from accel_state.frozen import frozen
+from accel_state.platforms import trim_heap
 from accel_state.remote import AnyPath, RemotePath
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.files import flush_folder, make_folder, move, remove, sizes_in

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.config_file import read_config
-from accel_state import environ
+from accel_state import environ, platforms
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.rank_status import call_site
 from accel_state.settings import Merged, merge_layers, parse_environ, worker_environ
 
-CONTEXT: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+CONTEXT: Any = multiprocessing.get_context("forkserver" if platforms.SYSTEM == "linux" else "spawn")
 """How ranks start. On Linux all are forked from one process, which has imported what they need."""
 
 ALONE = frozenset({"one", "plain"})

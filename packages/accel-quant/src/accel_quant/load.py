@@ -30,7 +30,7 @@ from accel_quant.layers import (
     register_slots,
 )
 from accel_state.errors import SettingsError
-from accel_state.files import trim_heap
+from accel_state.platforms import trim_heap
 
 if TYPE_CHECKING:
     from accel_quant.config import BnbQuantizationConfig

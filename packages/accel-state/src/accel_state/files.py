@@ -1,9 +1,7 @@
-"""Read JSON and pickles that others wrote, parse the paths that users pass, and load the C library."""
+"""Read JSON and pickles that others wrote, and parse the paths that users pass."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import json
 import os
 import pickle
@@ -109,24 +107,3 @@ def local_path(path: str | os.PathLike[str], argument: str) -> Path:
             "one on which the remote file system is mounted."
         )
     return Path(path).expanduser()
-
-
-def can_replace_mapped() -> bool:
-    """Return whether a mapped file can be replaced and deleted: on Windows it cannot, and is read instead."""
-    return sys.platform != "win32"
-
-
-@functools.cache
-def libc() -> ctypes.CDLL | None:
-    """Return the C library; `None` on systems other than Linux."""
-    return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-def trim_heap() -> None:
-    """Return freed memory to the system, if the C library supports it.
-
-    glibc keeps freed memory when large and small blocks were freed alternately.
-    """
-    trim = getattr(libc(), "malloc_trim", None)  # musl has none
-    if trim is not None:
-        trim(0)

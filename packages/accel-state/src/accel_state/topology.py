@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from accel_state import environ as process_environment
+from accel_state import platforms
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 
@@ -335,11 +335,8 @@ def is_port_in_use(port: int | str | None = None) -> bool:
         False
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-        # On Windows, SO_REUSEADDR would bind to a port in use.
-        option: int = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
-        server.setsockopt(socket.SOL_SOCKET, option, 1)
         try:
-            server.bind(("", DEFAULT_PORT if port is None else int(port)))
+            platforms.bind_alone(server, DEFAULT_PORT if port is None else int(port))
         except OSError:
             return True
     return False
@@ -368,7 +365,7 @@ def reserved_port() -> int:
         >>> 0 < reserved_port() < 65536
         True
     """
-    if sys.platform != "linux":
+    if platforms.SYSTEM != "linux":
         return free_port()
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -33,6 +33,7 @@ from accel_state.device_kinds import CPU, KINDS, available_kind, peer_variables
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.labels import DistributedType
 from accel_state.partial_state import PartialState
+from accel_state.platforms import is_windows
 from accel_state.settings import Settings, from_environ, merge_layers, parse_file, to_content, worker_environ
 from accel_state.settings.model import OPTIONS, Precision, as_text, value_at
 from accel_state.topology import DEFAULT_PORT, detect, is_port_in_use, reserved_port
@@ -280,7 +281,7 @@ def _fork(
     Returns:
         The results of this machine's processes by rank.
     """
-    if sys.platform == "win32":
+    if is_windows():
         raise UnsupportedError(
             "Windows cannot fork, and a notebook function cannot be sent to a new process. Write it to "
             "a file and start the file with `accel launch`."

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import re
 import signal
-import sys
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -147,38 +142,3 @@ def _format_same(ranks: list[int], errors: WorkerErrors) -> str:
 def _format_line(ranks: list[int], errors: WorkerErrors) -> str:
     how = errors.how.replace("was ", "were ", 1) if len(ranks) > 1 else errors.how
     return f"accel launch: {format_ranks(ranks)} {how}"
-
-
-_PR_SET_PDEATHSIG = 1  # in <linux/prctl.h>
-_POLL_INTERVAL = 1.0  # seconds
-
-
-def die_with_parent(parent: int) -> None:
-    """Kill this process when its parent ends for any reason.
-
-    The signal is SIGKILL: the parent hosts the store of the job, without which no collective ends, and a
-    process that waits for other ranks in C++ would not run the handler of another signal. On Linux the
-    kernel sends it, also after this process has become another program; elsewhere a thread polls the parent
-    once a second. Windows is not supported.
-
-    Args:
-        parent: The id of the process that has started this one; if it has ended already, this one ends at
-            once.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    elif sys.platform != "win32":
-        threading.Thread(target=_kill_after, args=(os.getppid(),), name="accel-parent", daemon=True).start()
-    if sys.platform != "win32":
-        try:
-            os.kill(parent, 0)
-        except ProcessLookupError:  # it died before the kernel was asked
-            os.kill(os.getpid(), signal.SIGKILL)
-        except PermissionError:  # it is another user's, and alive
-            pass
-
-
-def _kill_after(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_POLL_INTERVAL)
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from accel_cli.launch.launchers import STOP_SIGNALS, WORKER, handle_signals
 from accel_cli.launch.worker import EXIT_CODE_FILE
 from accel_cli.main import ERROR
+from accel_state.platforms import adopt_orphans, signal_group
 from accel_train.worker_errors import error_of_failure, format_all_errors, format_errors, read_worker_errors
 
 
@@ -41,8 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     quiet = arguments[:1] == ["--quiet"]
     forwarder = SignalForwarder(SignalException, quiet=quiet)
     api._terminate_process_handler = forwarder.end
-    if sys.platform == "linux":  # Become the parent of orphaned descendants, to find them at the end.
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()  # to find them at the end
     if not quiet:
         _TORCH_LOGGER.addFilter(lambda record: not str(record.msg).startswith(_IN_SUMMARY))
     # 2. Run the workers, and report failures. A --log_dir of the user comes later, and takes precedence.
@@ -193,10 +192,6 @@ _WAITING = "accel launch: waiting for the processes to end. Press Ctrl-C to end 
 """Printed at the first termination signal."""
 
 
-_PR_SET_CHILD_SUBREAPER = 36
-"""The option of `prctl` in <linux/prctl.h>."""
-
-
 def end_descendants(workers: Sequence[int]) -> None:
     """End workers and their remaining descendants; except on Linux, not those in another session."""
     if not workers:
@@ -225,10 +220,7 @@ def kill(workers: Iterable[int], number: int) -> None:
     """Send a signal to the process groups of workers; on Windows to the workers only."""
     for worker in workers:
         with contextlib.suppress(OSError):
-            if sys.platform == "win32":
-                os.kill(worker, number)
-            else:
-                os.killpg(worker, number)
+            signal_group(worker, number)
 
 
 if __name__ == "__main__":

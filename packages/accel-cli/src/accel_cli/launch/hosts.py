@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
+from accel_state import platforms
 from accel_state.device_kinds import KINDS, nvidia_smi, peer_variables
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.frozen import frozen
@@ -96,7 +97,7 @@ def _may_have_others() -> bool:
     return (
         any(find_spec(plugin.partition(".")[0]) is not None for plugin in plugins)
         or bool(entry_points(group="torch.backends"))
-        or sys.platform in {"darwin", "win32"}
+        or platforms.SYSTEM in {"darwin", "win32"}
         or next(Path("/dev/dri").glob("renderD*"), None) is not None  # of Intel
     )
 

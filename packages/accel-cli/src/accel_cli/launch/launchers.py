@@ -24,6 +24,7 @@ from accel_state.environ import set_environment
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.frozen import frozen
 from accel_state.lazy import Registry
+from accel_state.platforms import is_windows
 from accel_state.settings import LaunchSettings, to_environ
 from accel_state.settings.model import BY_VARIABLE
 from accel_state.topology import DEFAULT_PORT, is_port_in_use, reserved_port
@@ -84,7 +85,7 @@ def become(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    if sys.platform != "win32":
+    if not is_windows():
         os.execve(words[0], list(words), dict(environ))  # noqa: S606 - without a shell
     return subprocess.run(words, env=dict(environ), check=False).returncode
 

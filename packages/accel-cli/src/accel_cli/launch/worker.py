@@ -29,10 +29,10 @@ from zipfile import is_zipfile
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 from accel_state.libraries import hide_import_notices
+from accel_state.platforms import die_with_parent, is_windows
 from accel_state.topology import detect
 from accel_train.worker_errors import (
     ERROR_FILE,
-    die_with_parent,
     format_all_errors,
     parse_worker_errors,
     stack_file,
@@ -148,7 +148,7 @@ def _write_stack_file(file: Path) -> None:
 
     A process that waits for other ranks in C++ never raises `KeyboardInterrupt`, so that it has no traceback.
     """
-    if sys.platform == "win32" or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if is_windows() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     try:
         stream = file.open("w", encoding="utf-8")

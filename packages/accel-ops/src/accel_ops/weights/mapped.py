@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from accel_state.files import libc
+from accel_state.platforms import libc
 
 _mapped: dict[int, int] = {}  # address to bytes of the storages that `releasable` keeps alive
 _DONT_NEED = 4  # MADV_DONTNEED in sys/mman.h

@@ -20,8 +20,9 @@ from accel_ops.weights.layout import (
 )
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state.errors import CheckpointError, first_line, some_of
-from accel_state.files import any_path, can_replace_mapped, read_json
+from accel_state.files import any_path, read_json
 from accel_state.frozen import frozen
+from accel_state.platforms import can_replace_mapped
 from accel_state.remote import AnyPath, RemotePath
 
 

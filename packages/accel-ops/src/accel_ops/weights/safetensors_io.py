@@ -12,7 +12,6 @@ import logging
 import math
 import mmap
 import os
-import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from io import BufferedReader, FileIO
@@ -25,8 +24,8 @@ from torch import Tensor
 
 from accel_ops.weights.tensors import is_dense, tensor_memory
 from accel_state.errors import CheckpointError, first_line, some_of
-from accel_state.files import can_replace_mapped
 from accel_state.frozen import frozen
+from accel_state.platforms import can_replace_mapped, map_private
 from accel_state.remote import AnyPath, RemoteFile, RemotePath
 
 if TYPE_CHECKING:
@@ -133,10 +132,10 @@ class SafetensorsFile:
 
     def _mapping(self) -> mmap.mmap:
         if self._map is None and self._descriptor is not None:
-            self._map = _map_private(self._descriptor, self.size)
+            self._map = map_private(self._descriptor, self.size)
         elif self._map is None:
             with self.path.open("rb") as file:
-                self._map = _map_private(file.fileno(), self.size)
+                self._map = map_private(file.fileno(), self.size)
         return self._map
 
 
@@ -197,17 +196,6 @@ def _read_header(
             f"{some_of([first_line(error)], width=300)}; fetch or save it again"
         ) from error
     return entries, metadata
-
-
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-
-
-def _map_private(descriptor: int, size: int) -> mmap.mmap:
-    if sys.platform == "linux":
-        # Without a reservation, else the kernel rejects a private mapping larger than its memory.
-        flags = mmap.MAP_PRIVATE | _NO_RESERVE
-        return mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
 
 
 _READ_SIZE = 16 << 20

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from accel_state.files import libc
+from accel_state.platforms import create_file, flush_file, libc
 from accel_state.remote import BLOCK_BYTES, READS, AnyPath, RemotePath
 from accel_train.checkpoint.layout import FileRecord
 
@@ -67,8 +67,7 @@ class FileWriter(io.RawIOBase):
         self._begun = 0  # bytes that the system was asked to write out
         self.digest = xxhash.xxh3_64()
         path.unlink(missing_ok=True)  # not truncated: it may be a link, such as one that a hook has made
-        binary = getattr(os, "O_BINARY", 0)  # without it, Windows writes two bytes for a line feed
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | binary, 0o666)
+        self._descriptor = create_file(path)
 
     def writable(self) -> bool:
         return True
@@ -110,15 +109,6 @@ def record_of(path: AnyPath, *, to_disk: bool = False) -> FileRecord:
     if to_disk and isinstance(path, Path):
         flush_file(path)
     return FileRecord(size=size, checksum=digest.hexdigest())
-
-
-_FLUSHED_AS = "r+b" if os.name == "nt" else "rb"  # Windows flushes no file that is open only for reading
-
-
-def flush_file(path: Path) -> None:
-    """Flush the contents of a file to disk."""
-    with path.open(_FLUSHED_AS, buffering=0) as file:
-        os.fsync(file.fileno())
 
 
 def sizes_in(folder: AnyPath) -> dict[str, int]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_state.errors import SettingsError
+from accel_state.platforms import can_wait_for_signals
 
 if TYPE_CHECKING:
     from accel_state.runtime import Runtime
@@ -145,7 +146,7 @@ def end() -> None:
 @contextmanager
 def _notices_blocked() -> Generator[None]:
     """Postpone the signals in this thread; the threads and processes that it starts never get them."""
-    if not hasattr(signal, "sigwaitinfo"):  # as on macOS: no thread of a worker could wait for its parent's
+    if not can_wait_for_signals():  # no thread of a worker could wait for its parent's
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOTICES)
@@ -169,7 +170,7 @@ class OutlivingWorker:
 
     def __call__(self, worker_id: int) -> None:
         """Wait for the parent's signal in a thread, since `_notices_blocked` has blocked the signals."""
-        if hasattr(signal, "sigwaitinfo"):
+        if can_wait_for_signals():
             threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
         if self.inner is not None:
             self.inner(worker_id)

@@ -31,12 +31,13 @@ from accel_state.errors import (
     SettingsError,
 )
 from accel_state.files import any_path
+from accel_state.platforms import flush_file
 from accel_state.remote import AnyPath, RemotePath
 from accel_train import observing
 from accel_train.checkpoint import folder, layout
 from accel_train.checkpoint.agreement import AbsentRankError, Agreement, SingleProcess, raising_everywhere
 from accel_train.checkpoint.context import CheckpointContext
-from accel_train.checkpoint.files import flush_file, make_folder, record_of, remove, sizes_in, write_file
+from accel_train.checkpoint.files import make_folder, record_of, remove, sizes_in, write_file
 from accel_train.checkpoint.layout import FileRecord, Manifest
 from accel_train.checkpoint.staging import write_object, write_weights
 
