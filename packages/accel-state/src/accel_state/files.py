@@ -1,15 +1,12 @@
-"""Read JSON and pickles that others wrote, and parse the paths that users pass."""
+"""Read JSON that others wrote, and parse the paths that users pass."""
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
-import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from accel_state.errors import CheckpointError, SettingsError
 from accel_state.remote import AnyPath, RemotePath, check_scheme
@@ -26,34 +23,6 @@ def read_json(path: AnyPath, *, what: str = "JSON file") -> Any:
         return json.loads(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{str(path)!r} is not a valid {what}: {error}") from None
-
-
-class RestrictedUnpickler(pickle.Unpickler):
-    """Unpickle plain values and torch's dtypes; refuse other classes and functions that are not listed.
-
-    Attributes:
-        allowed: The objects that a pickle may refer to, by module and name. Set by subclasses.
-
-    Example:
-        >>> import io
-        >>> RestrictedUnpickler(io.BytesIO(pickle.dumps({"rank": 0}))).load()
-        {'rank': 0}
-        >>> RestrictedUnpickler(io.BytesIO(pickle.dumps(print))).load()
-        Traceback (most recent call last):
-        _pickle.UnpicklingError: builtins.print is not allowed in this file
-    """
-
-    allowed: ClassVar[Mapping[tuple[str, str], Any]] = {}
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Return the object of a listed name."""
-        allowed = self.allowed.get((module_name, global_name))
-        if allowed is None and module_name == "torch":
-            known = getattr(sys.modules.get("torch"), global_name, None)
-            allowed = known if type(known).__name__ == "dtype" else None
-        if allowed is None:
-            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed in this file")
-        return allowed
 
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash, as Path drops the other; "C:/" is a drive

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from accel_cli.launch.hosts import VISIBLE_DEVICES, HostDevices
+from accel_cli.launch.hosts import VISIBLE_DEVICES
 from accel_cli.launch.plan import LaunchPlan, uses_cpu
 from accel_state.errors import AccelError
 from accel_state.libraries import Fp8Device, choose_backend
-from accel_state.settings import Layer, Merged
+from accel_state.settings import Layer
 from accel_state.settings.engines import find_axes_conflict
 from accel_state.settings.model import TITLES, value_at
 from accel_state.topology import detect
@@ -164,20 +164,14 @@ def _check_engines(plan: LaunchPlan) -> Iterator[str]:
 
 def _check_fp8(plan: LaunchPlan) -> Iterator[str]:
     """Check FP8 as the worker does, for the devices of this machine."""
-    is_fp8 = plan.settings.precision.mixed_precision == "fp8"
-    if is_fp8 and plan.is_local and (problem := find_fp8_problem(plan.merged, plan.machine)):
-        yield problem
-
-
-def find_fp8_problem(merged: Merged, machine: HostDevices) -> str | None:
-    """Explain why a machine cannot train with the requested FP8 settings; return None if it can."""
-    fp8, on_cpu = merged.settings.fp8, uses_cpu(merged) or not machine.gpus
+    if plan.settings.precision.mixed_precision != "fp8" or not plan.is_local:
+        return
+    fp8, machine, on_cpu = plan.settings.fp8, plan.machine, uses_cpu(plan.merged) or not plan.machine.gpus
     device = Fp8Device(type="cpu") if on_cpu else Fp8Device(type="cuda", capability=machine.capability())
     try:
         choose_backend(None if fp8 is None else fp8.backend, device, installed=machine.fp8_backends)
     except AccelError as error:
-        return f"{merged.source_of('precision.mixed_precision').origin} requests FP8: {error}"
-    return None
+        yield f"{plan.origin('precision.mixed_precision')} requests FP8: {error}"
 
 
 def _check_alias(plan: LaunchPlan) -> Iterator[str]:

@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 
 from accel_plugins.sharding.state import ABSENT, INDEX_NAME, local_metadata_file, shard_file
 from accel_state.errors import CheckpointError, did_you_mean
-from accel_state.files import RestrictedUnpickler
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemoteFile, RemotePath
 from accel_state.torch_private import StorageInfo, flatten_state_dict, set_element
@@ -316,24 +315,35 @@ _ALLOWED_NAMES = {
 }
 
 
-class _IndexUnpickler(RestrictedUnpickler):
-    allowed: ClassVar = {
-        **{
-            (module.__name__, name): getattr(module, name)
-            for module, names in _ALLOWED_NAMES.items()
-            for name in names
-        },
-        ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-        **{
-            (module, name): PurePath
-            for module in ("pathlib", "pathlib._local")
-            for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
-        },
-        ("builtins", "set"): set,
-        ("collections", "OrderedDict"): dict,
-        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,  # before 0.16
-    }
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{
+        (module.__name__, name): getattr(module, name)
+        for module, names in _ALLOWED_NAMES.items()
+        for name in names
+    },
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    **{
+        (module, name): PurePath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
+    },
+    ("builtins", "set"): set,
+    ("collections", "OrderedDict"): dict,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,  # before 0.16
+}
+"""The objects that an index may refer to, besides torch's dtypes, by module and name."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Unpickles plain values and what is allowed; `weights_only` reads files of `torch.save` only."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        dtype = getattr(torch, global_name, None) if module_name == "torch" else None
+        allowed = dtype if isinstance(dtype, torch.dtype) else _ALLOWED.get((module_name, global_name))
+        if allowed is None:
+            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed in this file")
+        return allowed
 
 
 DAMAGE = (
