@@ -321,13 +321,15 @@ def letter_or_end(letters: queue.SimpleQueue[str], process: subprocess.Popen[str
 def environment() -> dict[str, str]:
     """Return this process's environment without what would change a test, and with uv on the path.
 
-    Bytecode is written: hundreds of processes import torch, each of which would compile it anew (2 of 5 s).
+    Hundreds of processes import torch: bytecode is written, or each would compile it anew (2 of 5 s). They
+    compute with one thread, since threads that share a core keep it busy while they wait for each other.
     """
     left_out = ("ACCELERATE_", "PYTEST_", "PYTHONDONTWRITEBYTECODE")
     ours = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     path = [str(Path(PYTHON).parent), str(Path(UV).parent), ours.get("PATH", "")]
     return {
         **ours,
+        "OMP_NUM_THREADS": "1",
         "PATH": os.pathsep.join(path),
         "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1",
         "PYTHONUNBUFFERED": "1",
