@@ -29,6 +29,7 @@ from accel_train.data.shards import BatchSamplerShard as BatchSamplerShard
 from accel_train.data.shards import IterableDatasetShard as IterableDatasetShard
 from accel_train.data.shards import SeekableDataset as SeekableDataset
 from accel_train.data.shards import SkipBatchSampler as SkipBatchSampler
+from accel_train.data.token_budget import TokenBudgetBatchSampler as TokenBudgetBatchSampler
 from accel_train.launching import PrepareForLaunch as PrepareForLaunch
 from accel_train.launching import WorkerFailedError as WorkerFailedError
 from accel_train.launching import debug_launcher as debug_launcher
