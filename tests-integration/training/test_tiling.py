@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
@@ -27,7 +30,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-from accel_plugins import TilingKwargs
+from accel_plugins import TilingKwargs, chunked_log_probs
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import TorchDynamoPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
@@ -287,6 +290,51 @@ def test_a_model_that_is_sharded_when_it_is_loaded_trains_as_the_plain_model(siz
         model = AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=DistributedConfig(**sizes))
     accelerator = Accelerator(cpu=True, kwargs_handlers=[TILING])
     check_ranks(accelerator, model, 2 if "fsdp_size" in sizes else 1)
+
+
+class LogProbs(nn.Module):
+    """A head that returns log-probabilities and entropies, as a trainer by reinforcement learning needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, VOCABULARY)
+
+    def forward(self, hidden, labels):
+        hidden = hidden * 2
+        if isinstance(self.head.weight, DTensor):
+            hidden = DTensor.from_local(hidden, self.head.weight.device_mesh, [Replicate()], run_check=False)
+        return chunked_log_probs(hidden, self.head.weight, labels, bias=self.head.bias, chunk_size=CHUNKS)
+
+
+def log_prob_step(model, hidden, labels):
+    log_probs, entropy = model(hidden, labels)
+    (log_probs * torch.arange(LENGTH) + entropy).mean().backward()
+    return log_probs.detach(), entropy.detach()
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "tp"])
+@distributed(world_size=2)
+def test_log_probs_of_a_sharded_head_are_those_of_the_plain_one(layout):
+    torch.manual_seed(0)
+    plain = LogProbs()
+    model, mesh = copy.deepcopy(plain), init_device_mesh("cpu", (2,))
+    hidden, (_, labels) = torch.randn(ROWS, LENGTH, 6), token_rows()
+    rows = slice(None)
+    if layout == "tp":
+        for name, parameter in [*model.head.named_parameters()]:
+            shard = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+            setattr(model.head, name, nn.Parameter(shard))
+    else:
+        fully_shard(model, mesh=mesh)
+        half = ROWS // 2
+        rows = slice(dist.get_rank() * half, dist.get_rank() * half + half)
+    of_plain, of_model = hidden.clone().requires_grad_(), hidden[rows].clone().requires_grad_()
+    expected = log_prob_step(plain, of_plain, labels)
+    for value, right in zip(log_prob_step(model, of_model, labels[rows]), expected, strict=True):
+        torch.testing.assert_close(value, right[rows])
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+    torch.testing.assert_close(of_model.grad, of_plain.grad[rows] * (1 if layout == "tp" else 2))
 
 
 def mixtral():

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_plugins import TilingKwargs, chunked_cross_entropy, tiled_mlp, tiling
+from accel_plugins import TilingKwargs, chunked_cross_entropy, chunked_log_probs, tiled_mlp, tiling
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError, UnsupportedError
 
@@ -117,8 +118,9 @@ def test_a_label_that_is_no_class_is_an_error():
 
 def test_shapes_that_do_not_fit_are_named():
     hidden, weight, _, labels = tensors(3, 7, 5)
-    with pytest.raises(ValueError, match=r"labels of \(2, 2\)"):
-        chunked_cross_entropy(hidden, weight, labels[:, 1:])
+    for function in (chunked_cross_entropy, chunked_log_probs):
+        with pytest.raises(ValueError, match=rf"{function.__name__}: .*labels of \(2, 2\)"):
+            function(hidden, weight, labels[:, 1:])
 
 
 def test_a_second_backward_pass_says_why_there_is_none():
@@ -127,6 +129,92 @@ def test_a_second_backward_pass_says_why_there_is_none():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward pass"):
         loss.backward()
+
+
+def plain_log_probs(hidden, weight, labels, bias, *, scale=1.0, cap=None):
+    logits = functional.linear(hidden, weight, bias) * scale
+    logs = (logits if cap is None else cap * torch.tanh(logits / cap)).log_softmax(-1)
+    counts = labels != IGNORED
+    index = torch.where(counts, labels, 0)[..., None]
+    entropy = -(logs.exp() * torch.where(logs.isneginf(), 0, logs)).sum(-1)
+    return torch.where(counts, logs.gather(-1, index)[..., 0], 0), torch.where(counts, entropy, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    chunk=st.integers(1, 20),
+    biased=st.booleans(),
+    scale=st.sampled_from([1.0, 0.25]),
+    cap=st.sampled_from([None, 1.5]),
+    used=st.sampled_from([(1, 0), (0, 1), (1, 1)]),
+)
+def test_log_probs_entropies_and_their_gradients_are_those_of_plain_pytorch(
+    rows, chunk, biased, scale, cap, used
+):
+    hidden, weight, bias, labels = tensors(rows, 7, 5, biased=biased)
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    expected = plain_log_probs(hidden, weight, labels, bias, scale=scale, cap=cap)
+    values = chunked_log_probs(
+        hidden, weight, labels, bias=bias, chunk_size=chunk, logit_scale=scale, logit_softcap=cap
+    )
+    factors = torch.randn(labels.shape, dtype=hidden.dtype)  # another gradient for each row
+    gradients = []
+    for pair in (values, expected):
+        parts = [(part * factors.roll(i)).sum() for i, part in enumerate(pair) if used[i]]
+        gradients.append(torch.autograd.grad(sum(parts), inputs))
+    for value, right in zip((*values, *gradients[0]), (*expected, *gradients[1]), strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-11, atol=1e-12)
+
+
+def test_a_class_that_cannot_occur_has_no_part_in_the_entropy():
+    hidden, weight, _, labels = tensors(3, 7, 5)
+    labels = labels.clamp(0, 5)
+    bias = torch.tensor([0.0] * 6 + [-torch.inf], dtype=torch.float64)
+    values = chunked_log_probs(hidden, weight, labels, bias=bias)
+    right = plain_log_probs(hidden, weight[:6], labels, bias[:6])
+    for value, expected in zip(values, right, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    for gradient, expected in zip(
+        torch.autograd.grad(values[0].sum() + values[1].sum(), (hidden, weight)),
+        torch.autograd.grad(right[0].sum() + right[1].sum(), (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_log_probs_are_those_of_plain_pytorch(dtype):
+    hidden, weight, bias, labels = tensors(40, 30, 16, dtype=torch.float32)
+    with torch.autocast("cpu", dtype):
+        values = chunked_log_probs(hidden, weight, labels, bias=bias, chunk_size=16)
+        expected = plain_log_probs(hidden, weight, labels, bias)
+    for value, right in zip(values, expected, strict=True):
+        assert value.dtype is torch.float32
+        torch.testing.assert_close(value, right.float(), rtol=1e-2, atol=1e-2)
+
+
+class Largest(TorchDispatchMode):
+    """Record the number of elements of the largest tensor that an operator returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("function", [chunked_cross_entropy, chunked_log_probs])
+def test_no_tensor_is_larger_than_the_logits_of_a_chunk(function):
+    hidden, weight, bias, labels = tensors(200, 50, 4)
+    with Largest() as largest:
+        values = function(hidden, weight, labels, bias=bias, chunk_size=40)
+        sum(value.sum() for value in (values if isinstance(values, tuple) else (values,))).backward()
+    assert largest.elements == 40 * 50
+    assert hidden.grad is not None
 
 
 class Mlp(nn.Module):

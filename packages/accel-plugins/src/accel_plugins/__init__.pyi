@@ -26,4 +26,5 @@ from accel_plugins.strategy import Strategy as Strategy
 from accel_plugins.strategy import StrategyFactory as StrategyFactory
 from accel_plugins.strategy import StrategySpec as StrategySpec
 from accel_plugins.tiling import chunked_cross_entropy as chunked_cross_entropy
+from accel_plugins.tiling import chunked_log_probs as chunked_log_probs
 from accel_plugins.tiling import tiled_mlp as tiled_mlp

@@ -1,4 +1,4 @@
-"""Tiling for long sequences: a cross-entropy that never materialises all logits, and an MLP in tiles.
+"""Tiling for long sequences: losses that never materialise all logits, and an MLP in tiles.
 
 Both work without parallelism, and with any that keeps each sequence on one rank.
 """
@@ -9,7 +9,7 @@ import inspect
 import re
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from types import MethodType
 from typing import Any, Literal
@@ -72,18 +72,88 @@ def chunked_cross_entropy(
         >>> plain = torch.nn.functional.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten())
         >>> torch.testing.assert_close(loss, plain)
     """
-    if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1] or chunk_size < 1:
+    task = _Task(
+        name="chunked_cross_entropy",
+        chunk_size=chunk_size,
+        ignore_index=ignore_index,
+        smoothing=label_smoothing,
+        scale=logit_scale,
+        softcap=logit_softcap,
+    )
+    inputs, task = _local_inputs(hidden, weight, labels, bias, task)
+    total: Any = _SummedLoss.apply(*inputs, task)
+    return total if reduction == "sum" else total / (labels != ignore_index).sum()
+
+
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk_size: int = 1024,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities and entropies of a linear head, `chunk_size` rows of logits at a time.
+
+    The backward pass computes the logits again, chunk by chunk. Dtypes are as for `chunked_cross_entropy`.
+
+    Args:
+        hidden: Hidden states of shape `(…, hidden_size)`, floating. With a weight that tensor parallelism
+            shards by rows, a replicated `DTensor`.
+        weight: The weight of the head, of shape `(vocabulary, hidden_size)`.
+        labels: The class of each row, of shape `(…)`, int64.
+        chunk_size: Rows of logits in memory at a time.
+        bias: The bias of the head, of shape `(vocabulary,)`.
+        ignore_index: The label of rows that do not count: both values are 0 there, without gradients.
+        logit_scale: Factor of the logits, such as 1 / temperature.
+        logit_softcap: Logits become `cap * tanh(logits / cap)`, after they were scaled.
+
+    Returns:
+        The logarithm of the probability of each label, and the entropy of each row's distribution in nats,
+        both of the shape of the labels, float32, or float64 for float64 hidden states.
+
+    Raises:
+        ValueError: Shapes do not fit, or `chunk_size` is less than 1.
+        UnsupportedError: The weight is sharded in another way, as by FSDP outside of the module's forward.
+
+    Example:
+        >>> hidden, weight, labels = torch.randn(2, 5, 4), torch.randn(7, 4), torch.randint(7, (2, 5))
+        >>> log_probs, entropy = chunked_log_probs(hidden, weight, labels, chunk_size=3)
+        >>> plain = torch.distributions.Categorical(logits=hidden @ weight.T)
+        >>> torch.testing.assert_close(log_probs, plain.log_prob(labels))
+        >>> torch.testing.assert_close(entropy, plain.entropy())
+    """
+    task = _Task(
+        name="chunked_log_probs",
+        chunk_size=chunk_size,
+        ignore_index=ignore_index,
+        scale=logit_scale,
+        softcap=logit_softcap,
+    )
+    inputs, task = _local_inputs(hidden, weight, labels, bias, task)
+    values: Any = _LogProbs.apply(*inputs, task)
+    return values
+
+
+def _local_inputs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, task: _Task
+) -> tuple[tuple[Tensor, Tensor, Tensor | None, Tensor], _Task]:
+    """Return the rows and this rank's part of the head, and the task with what depends on them."""
+    if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1] or task.chunk_size < 1:
         raise ValueError(
-            f"chunked_cross_entropy: hidden states of shape {tuple(hidden.shape)}, a weight of "
-            f"{tuple(weight.shape)}, labels of {tuple(labels.shape)} and chunk_size={chunk_size!r}; expected "
-            "(…, hidden_size), (vocabulary, hidden_size), (…) and at least 1."
+            f"{task.name}: hidden states of shape {tuple(hidden.shape)}, a weight of "
+            f"{tuple(weight.shape)}, labels of {tuple(labels.shape)} and chunk_size={task.chunk_size!r}; "
+            "expected (…, hidden_size), (vocabulary, hidden_size), (…) and at least 1."
         )
     vocabulary, group, first = len(weight), None, 0
     if isinstance(weight, DTensor):
         mesh, placements = weight.device_mesh, weight.placements
         if mesh.ndim > 1 or placements[0] not in {Shard(0), Replicate()} or not isinstance(hidden, DTensor):
             raise UnsupportedError(
-                f"chunked_cross_entropy: the weight is sharded by {placements}. Call it within the forward "
+                f"{task.name}: the weight is sharded by {placements}. Call it within the forward "
                 "of the module that holds the weight, where FSDP gathers it; with a weight of tensor "
                 "parallelism, give the hidden states as a replicated DTensor of the same mesh."
             )
@@ -96,43 +166,58 @@ def chunked_cross_entropy(
         bias = bias.to_local() if isinstance(bias, DTensor) else bias
     device = hidden.device.type
     casts = torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64
-    task = _Task(
-        chunk_size=chunk_size,
-        ignore_index=ignore_index,
-        smoothing=label_smoothing,
-        scale=logit_scale,
-        softcap=logit_softcap,
+    task = replace(
+        task,
         vocabulary=vocabulary,
         group=group,
         first=first,
         dtype=torch.get_autocast_dtype(device) if casts else hidden.dtype,
         needs_gradients=torch.is_grad_enabled(),
     )
-    flat = labels.reshape(-1)
-    total: Any = _SummedLoss.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, task)
-    return total if reduction == "sum" else total / (flat != ignore_index).sum()
+    return (hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels), task
 
 
 @frozen
 class _Task:
     """The options of a loss; this rank has the rows of the weight from `first` on, its group the others."""
 
+    name: str
     chunk_size: int
     ignore_index: int
-    smoothing: float
     scale: float
     softcap: float | None
-    vocabulary: int
-    group: dist.ProcessGroup | None
-    first: int
-    dtype: torch.dtype
-    needs_gradients: bool
+    smoothing: float = 0.0
+    vocabulary: int = 0
+    group: dist.ProcessGroup | None = None
+    first: int = 0
+    dtype: torch.dtype = torch.float32
+    needs_gradients: bool = False
 
     def reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """All-reduce over the ranks that share the vocabulary."""
         if self.group is not None:
             dist.all_reduce(values, op=op, group=self.group)
         return values
+
+    def scale_and_cap(self, logits: Tensor) -> Tensor | None:
+        """Scale and cap logits in place; return the slope of the cap."""
+        if self.scale != 1:
+            logits *= self.scale
+        if self.softcap is None:
+            return None
+        logits.div_(self.softcap).tanh_()
+        slope = 1 - logits**2
+        logits *= self.softcap
+        return slope
+
+    def index(self, labels: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+        """Return the column of each label among those of this rank, and whether it is one that counts."""
+        counts = labels != self.ignore_index
+        index = torch.where(counts, labels, self.first) - self.first
+        if self.group is None:
+            return index[:, None], counts[:, None]
+        is_local = counts & (index >= 0) & (index < columns)
+        return torch.where(is_local, index, 0)[:, None], is_local[:, None]
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -142,7 +227,7 @@ class _SummedLoss(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - as torch documents it
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, task: _Task
     ) -> Tensor:
-        exact = torch.promote_types(hidden.dtype, torch.float32)
+        exact, labels = torch.promote_types(hidden.dtype, torch.float32), labels.reshape(-1)
         total = hidden.new_zeros((), dtype=exact)
         wanted = [task.needs_gradients and needed for needed in ctx.needs_input_grad[:3]]
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -153,7 +238,7 @@ class _SummedLoss(torch.autograd.Function):
             for start in range(0, len(hidden), task.chunk_size):
                 rows = slice(start, start + task.chunk_size)
                 inputs = hidden[rows].to(task.dtype)
-                logits = functional.linear(inputs, matrix, None if bias is None else bias.to(task.dtype))
+                logits = functional.linear(inputs, matrix, _cast(bias, task))
                 loss, gradient = _loss_and_gradient(logits.to(exact), labels[rows], task)
                 total += loss
                 if of_bias is not None:
@@ -161,10 +246,8 @@ class _SummedLoss(torch.autograd.Function):
                 gradient = gradient.to(task.dtype)
                 if of_hidden is not None:
                     of_hidden[rows] = gradient @ matrix
-                if of_weight is not None and task.dtype is exact:
-                    of_weight.addmm_(gradient.T, inputs)
-                elif of_weight is not None:
-                    of_weight += gradient.T @ inputs
+                if of_weight is not None:
+                    _add_product(of_weight, gradient.T, inputs)
         ctx.gradients, ctx.dtypes = (of_hidden, of_weight, of_bias), (hidden.dtype, weight.dtype, exact)
         ctx.has_labels = (labels != task.ignore_index).any()
         return total
@@ -197,22 +280,11 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, task: _Task) -> tuple[Ten
         task: The options.
     """
     # 1. Scale and cap.
-    slope = None
-    if task.scale != 1:
-        logits *= task.scale
-    if task.softcap is not None:
-        logits.div_(task.softcap).tanh_()
-        slope = 1 - logits**2
-        logits *= task.softcap
+    slope = task.scale_and_cap(logits)
     # 2. The logit of each label, from the rank that has it.
     counts = labels != task.ignore_index
-    index = torch.where(counts, labels, task.first) - task.first
-    is_local = counts
-    if task.group is not None:
-        is_local = counts & (index >= 0) & (index < logits.shape[1])
-        index = torch.where(is_local, index, 0)
-    index = index[:, None]
-    target = task.reduce(logits.gather(1, index)[:, 0] * is_local)
+    index, is_local = task.index(labels, logits.shape[1])
+    target = task.reduce((logits.gather(1, index) * is_local)[:, 0])
     # 3. The loss, by the largest logit and the sum of exponentials.
     largest = task.reduce(logits.amax(1), dist.ReduceOp.MAX)
     loss = largest - (1 - task.smoothing) * target
@@ -225,13 +297,108 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, task: _Task) -> tuple[Ten
     gradient = exponentials.div_(total[:, None])
     if task.smoothing:
         gradient -= task.smoothing / task.vocabulary
-    gradient.scatter_add_(1, index, (task.smoothing - 1) * is_local[:, None].to(gradient.dtype))
+    gradient.scatter_add_(1, index, (task.smoothing - 1) * is_local.to(gradient.dtype))
     gradient *= counts[:, None]
     if slope is not None:
         gradient *= slope
     if task.scale != 1:
         gradient *= task.scale
     return torch.where(counts, loss, 0).sum(), gradient
+
+
+class _LogProbs(torch.autograd.Function):
+    """Log-probabilities and entropies of rows of shape `(rows, hidden_size)`; logits are recomputed."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - as torch documents it
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, task: _Task
+    ) -> tuple[Tensor, Tensor]:
+        exact, shape, labels = (
+            torch.promote_types(hidden.dtype, torch.float32),
+            labels.shape,
+            labels.reshape(-1),
+        )
+        # The results are no views, on which FSDP2 could not rely.
+        results = hidden.new_empty(shape, dtype=exact), hidden.new_empty(shape, dtype=exact)
+        log_probs, entropies = (result.view(-1) for result in results)
+        normalizers = torch.empty_like(log_probs)  # the logarithms of the sums of exponentials
+        with torch.autocast(hidden.device.type, enabled=False):
+            matrix = weight.to(task.dtype)
+            for start in range(0, len(hidden), task.chunk_size):
+                rows = slice(start, start + task.chunk_size)
+                inputs, counts = hidden[rows].to(task.dtype), labels[rows] != task.ignore_index
+                logits = functional.linear(inputs, matrix, _cast(bias, task)).to(exact)
+                task.scale_and_cap(logits)
+                index, is_local = task.index(labels[rows], logits.shape[1])
+                target = task.reduce((logits.gather(1, index) * is_local)[:, 0])
+                largest = task.reduce(logits.amax(1), dist.ReduceOp.MAX)[:, None]
+                exponentials = (logits - largest).exp_()
+                # The expected logit, for the entropy; a logit of minus infinity has no part in it.
+                expected = torch.where(exponentials > 0, logits, 0).mul_(exponentials).sum(1)
+                total, expected = task.reduce(torch.stack([exponentials.sum(1), expected]))
+                normalizers[rows] = total.log() + largest[:, 0]
+                log_probs[rows] = torch.where(counts, target - normalizers[rows], 0)
+                entropies[rows] = torch.where(counts, normalizers[rows] - expected / total, 0)
+        ctx.task = task
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, labels, normalizers, results[1])
+        return results
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - as torch documents it
+        ctx: Any, of_log_probs: Tensor | None, of_entropies: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, normalizers, entropies = ctx.saved_tensors
+        entropies = entropies.view(-1)
+        of_log_probs = None if of_log_probs is None else of_log_probs.reshape(-1)
+        of_entropies = None if of_entropies is None else of_entropies.reshape(-1)
+        task, exact, wanted = ctx.task, normalizers.dtype, ctx.needs_input_grad
+        of_hidden = torch.empty_like(hidden) if wanted[0] else None
+        of_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
+        of_bias = torch.zeros_like(bias, dtype=exact) if wanted[2] else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            matrix = weight.to(task.dtype)
+            for start in range(0, len(hidden), task.chunk_size):
+                rows = slice(start, start + task.chunk_size)
+                inputs, counts = hidden[rows].to(task.dtype), (labels[rows] != task.ignore_index)[:, None]
+                logits = functional.linear(inputs, matrix, _cast(bias, task)).to(exact)
+                slope = task.scale_and_cap(logits)
+                index, is_local = task.index(labels[rows], logits.shape[1])
+                logs = logits.sub_(normalizers[rows, None])
+                gradient = torch.zeros_like(logs)
+                if of_entropies is not None:
+                    scaled = of_entropies[rows, None] * counts
+                    gradient -= scaled * torch.where(logs.isneginf(), 0, logs + entropies[rows, None])
+                probabilities = logs.exp_()
+                if of_log_probs is not None:
+                    gradient -= of_log_probs[rows, None] * counts
+                gradient *= probabilities
+                if of_log_probs is not None:
+                    gradient.scatter_add_(1, index, of_log_probs[rows, None] * is_local)
+                if slope is not None:
+                    gradient *= slope
+                gradient *= task.scale
+                if of_bias is not None:
+                    of_bias += gradient.sum(0)
+                gradient = gradient.to(task.dtype)
+                if of_hidden is not None:
+                    of_hidden[rows] = gradient @ matrix
+                if of_weight is not None:
+                    _add_product(of_weight, gradient.T, inputs)
+        gradients = ((of_hidden, hidden), (of_weight, weight), (of_bias, bias))
+        return *(None if value is None else value.to(like.dtype) for value, like in gradients), None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype is total.dtype:
+        total.addmm_(left, right)  # without a copy of the product
+    else:
+        total += left @ right
+
+
+def _cast(bias: Tensor | None, task: _Task) -> Tensor | None:
+    return None if bias is None else bias.to(task.dtype)
 
 
 def tiled_mlp(mlp: Callable[[Tensor], Tensor], hidden: Tensor, *, tile_size: int) -> Tensor:
