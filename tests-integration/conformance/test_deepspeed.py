@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from accel_plugins.deepspeed import strategy as deepspeed
 from accel_plugins.deepspeed.library import GatheredParameters
@@ -15,6 +16,7 @@ from accel_plugins.strategy import Bundle, Feature
 from accel_plugins.testing import StrategySubject, check_strategy
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.partial_state import PartialState
+from accel_train import Accelerator
 from harness import distributed
 from harness.engines import deepspeed_process
 
@@ -208,7 +210,7 @@ def test_steps_that_an_engine_cannot_do_are_refused():
             strategy.clip_grad_norm(engine.parameters(), 1.0, 1)
         with pytest.raises(UnsupportedError, match="closure"):
             strategy.step(optimizer, lambda: 0.0)
-        with pytest.raises(UnsupportedError, match="gradient"):
+        with pytest.raises(TypeError, match="gradient"):
             strategy.backward(engine(torch.ones(1, 3)), accumulation=1, sync=True, gradient=torch.ones(1, 1))
         with pytest.raises(UnsupportedError, match="CLIP_GRAD_VALUE"):
             strategy.require(Feature.CLIP_GRAD_VALUE, "clip_grad_value_()")
@@ -217,3 +219,23 @@ def test_steps_that_an_engine_cannot_do_are_refused():
             wrap(strategy, second, torch.optim.SGD(second.parameters(), lr=0.1))
         strategy.release()
         wrap(strategy, second, torch.optim.SGD(second.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@distributed(world_size=2)
+def test_the_optimizer_of_an_earlier_prepare_is_refused(stage):
+    with deepspeed_process():
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
+        loader = DataLoader(torch.ones(8, 3), batch_size=2)
+
+        def prepare():
+            model = make_model()
+            return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+        _, earlier, _ = prepare()
+        accelerator.free_memory()
+        model, optimizer, _ = prepare()
+        accelerator.backward(model(torch.ones(1, 3)).sum())
+        with pytest.raises(UnsupportedError, match="an earlier prepare"):
+            earlier.step()
+        optimizer.step()

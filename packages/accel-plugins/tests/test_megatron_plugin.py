@@ -21,9 +21,9 @@ from accel_plugins.megatron.plugin import (
     DEFAULTS,
     MegatronLMPlugin,
     add_model_config_to_megatron_parser,
-    data_parallel_size,
     scheduler_arguments,
 )
+from accel_plugins.megatron.strategy import groups_of
 from accel_plugins.megatron.train_steps import avg_losses_across_data_parallel_group
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
 from accel_state.libraries import is_installed
@@ -345,9 +345,10 @@ def test_a_type_of_model_can_be_added():
 
 
 def test_ranks_are_divided_into_groups():
-    assert data_parallel_size(2, 2, 2, 16) == 2
+    sizes = MegatronLMPlugin(tp_degree=2, pp_degree=2, context_parallel_size=2)
+    assert groups_of(sizes, 16, 0).data == 2
     with pytest.raises(SettingsError, match=r"tp_degree=2.* groups of 4 ranks, into which 6"):
-        data_parallel_size(2, 2, 1, 6)
+        groups_of(MegatronLMPlugin(tp_degree=2, pp_degree=2), 6, 0)
 
 
 @needs_megatron

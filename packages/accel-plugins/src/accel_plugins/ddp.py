@@ -23,7 +23,6 @@ from accel_plugins.parallelism.config import check_axes
 from accel_plugins.strategy import Bundle, Strategy
 from accel_plugins.unsharded import move_to_device
 from accel_state import hang_monitor
-from accel_state.errors import SettingsError
 from accel_state.labels import DDPCommunicationHookType
 from accel_state.logging import get_logger
 
@@ -123,12 +122,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         elif self.comm_wrapper is _Hook.BF16:
             function = default_hooks.bf16_compress_wrapper(function)
         if self.comm_hook.value.endswith("power_sgd"):
-            try:
-                state = powerSGD_hook.PowerSGDState(**{"process_group": state, **self.comm_state_option})
-            except TypeError as error:
-                raise SettingsError(
-                    f"DistributedDataParallelKwargs(comm_state_option={self.comm_state_option!r}): {error}."
-                ) from None
+            state = powerSGD_hook.PowerSGDState(**{"process_group": state, **self.comm_state_option})
         model.register_comm_hook(state, function)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -70,12 +69,10 @@ def expect_flags(owner: Any, *optional: str) -> None:
         SettingsError: A field is neither `True`, `False`, 1 nor 0, nor `None` if it is one of the `optional`.
     """
     for name in (option.name for option in fields(owner) if option.type in {"bool", "bool | None"}):
-        value = getattr(owner, name)
-        if not (isinstance(value, int) and value in {True, False}) and (
-            value is not None or name not in optional
-        ):
-            wanted = "True, False or None" if name in optional else "True or False"
-            raise SettingsError(f"{type(owner).__name__}({name}={value!r}): expected {wanted}.")
+        value, may_be_none = getattr(owner, name), name in optional
+        is_flag = isinstance(value, int) and value in {True, False}
+        wanted = "True, False or None" if may_be_none else "True or False"
+        expect(owner, name, wanted, is_flag or (value is None and may_be_none))
 
 
 def is_count(value: object, *, least: int) -> bool:
@@ -526,21 +523,14 @@ class ProfileKwargs(KwargsHandler):
         """Build the profiler.
 
         Raises:
-            SettingsError: An activity is not supported, or `schedule_option` lacks or misspells an argument.
+            SettingsError: An activity is not supported.
+            TypeError: `schedule_option` lacks or misspells an argument.
         """
-        names, schedule = self.activities, None
-        if self.schedule_option is not None:
-            try:
-                schedule = torch.profiler.schedule(**self.schedule_option)
-            except TypeError as error:
-                raise SettingsError(
-                    f"ProfileKwargs(schedule_option={self.schedule_option!r}): {error}; "
-                    f"torch.profiler.schedule{inspect.signature(torch.profiler.schedule)} takes these."
-                ) from None
+        names, options = self.activities, self.schedule_option
         flags = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
         return torch.profiler.profile(
             activities=None if names is None else [*map(self._get_profiler_activity, names)],
-            schedule=schedule,
+            schedule=None if options is None else torch.profiler.schedule(**options),
             on_trace_ready=self.on_trace_ready,
             **{name: getattr(self, name) for name in flags},
         )

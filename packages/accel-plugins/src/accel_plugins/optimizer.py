@@ -325,9 +325,6 @@ class AcceleratedScheduler:
         processes = 1 if split_batches else all_ranks
         self._steps_per_update = processes if step_per in {None, "process"} else 1
         self._counts_samples = step_per == "sample" and not isinstance(scheduler, ReduceLROnPlateau)
-        self._steps_once = (
-            self._steps_per_update == 1 and not self._counts_samples and not isinstance(scheduler, OneCycleLR)
-        )
         self._samples = 0
         if step_per is None and step_with_optimizer and processes > 1:
             logger.info(
@@ -367,9 +364,6 @@ class AcceleratedScheduler:
             if optimizer.step_was_skipped:
                 self._samples = 0
                 return
-        if self._steps_once and not args and not kwargs:
-            scheduler.step()
-            return
         steps, self._samples = self._samples if self._counts_samples else self._steps_per_update, 0
         if self._counts_samples and type(scheduler) is LambdaLR:
             # LambdaLR computes its rates only from the position, and thousands of steps would be slow.

@@ -23,9 +23,8 @@ from accel_inspect.estimate.memory import Buckets
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.deepspeed.strategy import accumulation_of, check_request, configuration_of
+from accel_plugins.deepspeed.strategy import check_request, configuration_of
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
-from accel_plugins.kwargs import DataLoaderConfiguration, GradientAccumulationPlugin
 from accel_plugins.megatron import strategy as megatron
 from accel_plugins.megatron.data import MegatronLMDummyScheduler, with_all_micro_batches
 from accel_plugins.megatron.plugin import MegatronLMPlugin
@@ -227,14 +226,8 @@ class FakeDeepSpeed(FakeStrategy):
         check_request(self.plugin.hf_ds_config, bundle, trains=False)
         if not bundle.models:
             return
-        configuration = configuration_of(
-            self.plugin,
-            bundle.models[0],
-            bundle,
-            world_size=self.runtime.topology.world_size,
-            accumulation=accumulation_of(self.handlers.get(GradientAccumulationPlugin)),
-            split_batches=self.handler(DataLoaderConfiguration).split_batches,
-        )
+        world_size = self.runtime.topology.world_size
+        configuration = configuration_of(self.plugin, bundle.models[0], bundle, world_size, self.handlers)
         zero = configuration.get("zero_optimization", {})
         keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters")
         names = zip(("reduce", "prefetch", "live"), keys, strict=True)

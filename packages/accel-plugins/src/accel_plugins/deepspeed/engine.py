@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -54,14 +54,9 @@ class DeepSpeedEngineWrapper:
                 of micro-batches.
 
         Raises:
-            UnsupportedError: There are other arguments, which the engine does not have; or stage 1 or 2 would
-                overwrite reduced gradients of this step.
+            UnsupportedError: Stage 1 or 2 would overwrite reduced gradients of this step.
+            TypeError: The engine does not have an argument.
         """
-        if unknown := kwargs.keys() - {"retain_graph", "scale_wrt_gas"}:
-            raise UnsupportedError(
-                f"backward({', '.join(sorted(unknown))}): DeepSpeed's engine accepts a 0-d loss and the "
-                "option retain_graph. Remove the other arguments."
-            )
         stage = self.engine.zero_optimization_stage()
         if self._is_complete and stage in {1, 2}:
             raise UnsupportedError(
@@ -191,19 +186,12 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     Args:
         optimizer: The optimizer that `deepspeed.initialize` returned.
-        step: Steps the engine, and returns False for a skipped step; by default the optimizer itself steps.
-        discard: Drops the engine's gradients; by default the optimizer itself does.
+        **options: `step` and `discard` of `AcceleratedOptimizer`, which use the engine.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        *,
-        step: Callable[..., bool | Tensor] | None = None,
-        discard: Callable[[Any], None] | None = None,
-    ) -> None:
+    def __init__(self, optimizer: Any, **options: Any) -> None:
         # The engine has placed the state of its optimizer.
-        super().__init__(optimizer, device_placement=False, scaler=None, step=step, discard=discard)
+        super().__init__(optimizer, device_placement=False, **options)
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):

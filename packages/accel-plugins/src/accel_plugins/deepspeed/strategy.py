@@ -54,14 +54,12 @@ from accel_plugins.strategy import (
     Feature,
     Optimizers,
     Parameters,
-    PrecisionPolicy,
     Strategy,
 )
 from accel_plugins.unsharded import check_materialised
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.runtime import Runtime
-from accel_state.settings.model import Settings
 
 
 class DeepSpeedStrategy(Strategy):
@@ -70,10 +68,8 @@ class DeepSpeedStrategy(Strategy):
     name = "deepspeed"
     compiles_in_place = True
 
-    def __init__(
-        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-    ) -> None:
-        super().__init__(settings, runtime, precision, handlers)
+    def setup(self) -> None:
+        runtime, handlers = self.runtime, self.handlers
         # 1. Import the library, and resolve the plugin.
         self.deepspeed: Any = start(runtime)
         unwrap_once.register(self.deepspeed.DeepSpeedEngine, lambda engine: engine.module)
@@ -82,15 +78,12 @@ class DeepSpeedStrategy(Strategy):
             "Mapping[str, DeepSpeedPlugin]", handler if isinstance(handler, dict) else {"default": handler}
         )
         for each in self.plugins.values():
-            each.set_mixed_precision(precision.name)
+            each.set_mixed_precision(self.precision.name)
         plugin = self.plugin
         is_plain = plugin.get_value("zero_optimization.stage", 0) == 0 and plugin.mixed_precision == "no"
         features = {Feature.NO_SYNC, Feature.CLIP_GRAD_VALUE} if is_plain else set[Feature]()
         self.features = frozenset({Feature.OPTIMIZER_FROM_CONFIGURATION, *features})
         self.precision = EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type)
-        loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
-        self.split_batches = loading.split_batches
-        self.accumulation = accumulation_of(handlers.get(GradientAccumulationPlugin))
         # 2. Shard batches, and sequences. DeepSpeed itself need not know of the latter: all ranks shard the
         # state of the model, and gradients are the mean over all.
         topology, self.mesh, self.ulysses = runtime.topology, _mesh_of(runtime, handlers), None
@@ -157,14 +150,7 @@ class DeepSpeedStrategy(Strategy):
         return isinstance(model, self.deepspeed.DeepSpeedEngine)
 
     def _configuration(self, model: nn.Module, bundle: Bundle) -> dict[str, Any]:
-        config = configuration_of(
-            self.plugin,
-            model,
-            bundle,
-            world_size=self.sharding.num_shards,
-            accumulation=self.accumulation,
-            split_batches=self.split_batches,
-        )
+        config = configuration_of(self.plugin, model, bundle, self.sharding.num_shards, self.handlers)
         # DeepSpeed divides the number of ranks by it to check batch sizes.
         return config if self.ulysses is None else {**config, "sequence_parallel_size": self.ulysses.size}
 
@@ -272,10 +258,14 @@ class DeepSpeedStrategy(Strategy):
         return wrapper.clip(max_norm, norm_type)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
-        del optimizer  # The engine has only one.
         if closure is not None:
             raise UnsupportedError(
                 "optimizer.step(closure): DeepSpeed's engine steps without a closure. Remove it."
+            )
+        if optimizer is not self.wrapper.optimizer:
+            raise UnsupportedError(
+                "optimizer.step() of an earlier prepare(), whose engine free_memory() has released: step the "
+                "optimizer that the last prepare() returned."
             )
         return self.wrapper.step()
 
@@ -305,11 +295,7 @@ def _mesh_of(runtime: Runtime, handlers: Mapping[type, Any]) -> Any:
         if handlers.get(kind) is not None
     ]
     if config is not None:
-        sizes: dict[str, Any] = {
-            "tp_size": config.tp_size,
-            "cp_size": config.cp_size,
-            "ep_size": config.ep_size,
-        }
+        sizes: dict[str, Any] = {name: getattr(config, name) for name in ("tp_size", "cp_size", "ep_size")}
         refused += [f"ParallelismConfig({name}={size})" for name, size in sizes.items() if size > 1]
         if config.sp_enabled and config.sp_backend == "torch":
             refused.append("ParallelismConfig(sp_backend='torch')")
@@ -335,16 +321,13 @@ def _check_attention(model: nn.Module, wanted: str) -> None:
 
 
 def configuration_of(
-    plugin: DeepSpeedPlugin,
-    model: nn.Module,
-    bundle: Bundle,
-    *,
-    world_size: int,
-    accumulation: tuple[int, str],
-    split_batches: bool,
+    plugin: DeepSpeedPlugin, model: nn.Module, bundle: Bundle, world_size: int, handlers: Mapping[type, Any]
 ) -> dict[str, Any]:
-    """Complete the configuration of one engine."""
+    """Complete the configuration of one engine, over so many data-parallel ranks."""
     optimizer = next(iter(bundle.optimizers), None)
+    split_batches = (handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()).split_batches
+    steps = (handlers.get(GradientAccumulationPlugin) or GradientAccumulationPlugin()).num_steps
+    source = "" if steps is None else f"Accelerator(gradient_accumulation_steps={steps!r})"
     config = autofill(
         plugin.deepspeed_config,
         world_size=world_size,
@@ -353,7 +336,7 @@ def configuration_of(
             smallest=plugin.is_train_batch_min,
             split_into=world_size if split_batches else 1,
         ),
-        accumulation=accumulation,
+        accumulation=(steps or 1, source),
         hidden_size=hidden_size_of(model),
         optimizer=optimizer,
         scheduler=_find_placeholder(bundle),
@@ -363,12 +346,6 @@ def configuration_of(
     if isinstance(optimizer, Optimizer) and stage and "zero_allow_untested_optimizer" not in config:
         config["zero_allow_untested_optimizer"] = True  # The caller has chosen the optimizer.
     return config
-
-
-def accumulation_of(plugin: GradientAccumulationPlugin | None) -> tuple[int, str]:
-    """Return the number of micro-batches per optimizer step, and its source unless it is the default."""
-    steps = None if plugin is None else plugin.num_steps
-    return steps or 1, "" if steps is None else f"Accelerator(gradient_accumulation_steps={steps!r})"
 
 
 def _groups_of(optimizer: Any) -> list[list[torch.Tensor]]:

@@ -230,14 +230,8 @@ def config_of(handler: AORecipeKwargs, device: torch.device, *, sharded: bool) -
 def _config(handler: AORecipeKwargs, device: torch.device) -> Any:
     named = "tensorwise" if handler.is_default else handler.config
     if named == "mxfp8":
-        try:
-            training = import_module("torchao.prototype.moe_training.config")
-            make, recipes = training.MXFP8TrainingOpConfig.from_recipe, training.MXFP8TrainingRecipe
-        except (ImportError, AttributeError):
-            raise UnsupportedError(
-                "AORecipeKwargs(config='mxfp8'): the installed torchao has no MXFP8 training. Install "
-                "0.17 or newer, or use 'rowwise'."
-            ) from None
+        training = import_module("torchao.prototype.moe_training.config")
+        make, recipes = training.MXFP8TrainingOpConfig.from_recipe, training.MXFP8TrainingRecipe
         if device.type == "cpu":
             return make(recipes.MXFP8_EMULATED_RCEIL)
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0):

@@ -150,12 +150,7 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
     """Build TransformerEngine's recipe from a handler."""
     recipes = import_module("transformer_engine.common.recipe")
     name = handler.recipe or "delayed"
-    kind = getattr(recipes, RECIPE_CLASSES[name], None)
-    if kind is None:
-        raise UnsupportedError(
-            f"TERecipeKwargs(recipe={name!r}): the installed TransformerEngine has no "
-            f"{RECIPE_CLASSES[name]}. Install a newer version, or use recipe='delayed'."
-        )
+    kind = getattr(recipes, RECIPE_CLASSES[name])
     wanted = recipe_options(handler, inspect.signature(kind).parameters)
     if "fp8_format" in wanted:
         wanted["fp8_format"] = getattr(recipes.Format, wanted["fp8_format"])

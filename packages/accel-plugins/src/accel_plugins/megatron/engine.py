@@ -27,7 +27,7 @@ from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.state import PlacedWeight
-    from accel_plugins.megatron.strategy import Groups
+    from accel_plugins.megatron.strategy import MegatronStrategy
 
 
 class MegatronEngine(nn.Module):
@@ -36,6 +36,7 @@ class MegatronEngine(nn.Module):
     Called with a batch by keyword, it returns the loss over all micro-batches and replicas, on every rank.
 
     Args:
+        strategy: Has the plugin and the groups.
         source: The model of transformers; its parameters are on the meta device.
         family: The model's row; `None` with a `custom_model_provider_function`.
         optimizer: megatron-core's optimizer; `None` in evaluation.
@@ -50,13 +51,12 @@ class MegatronEngine(nn.Module):
 
     def __init__(
         self,
+        strategy: MegatronStrategy,
         source: nn.Module,
         chunks: Sequence[nn.Module],
         *,
         family: ModelFamily | None,
         placed: Sequence[PlacedWeight],
-        groups: Groups,
-        plugin: MegatronLMPlugin,
         step: Any,
         generate: Callable[..., Tensor],
         optimizer: Any = None,
@@ -67,8 +67,7 @@ class MegatronEngine(nn.Module):
         self._source = (source,)  # It is not a submodule.
         self.family = family
         self.placed = placed
-        self.groups = groups
-        self.plugin = plugin
+        self.groups, self.plugin = strategy.groups, strategy.plugin
         self.train_step_handler = step
         self._generate = generate
         self.optimizer = optimizer
@@ -133,14 +132,9 @@ class MegatronEngine(nn.Module):
             UnsupportedError: The model does not generate text.
             ValueError: transformers refuses an option.
         """
-        named = {"max_length": max_length, "max_new_tokens": max_new_tokens, "num_beams": num_beams}
-        named |= {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "length_penalty": length_penalty,
-        }
-        return self._generate(self, inputs, attention_mask, named | kwargs)
+        kwargs |= {"max_length": max_length, "max_new_tokens": max_new_tokens, "num_beams": num_beams}
+        kwargs |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        return self._generate(self, inputs, attention_mask, kwargs | {"length_penalty": length_penalty})
 
     def run(
         self,

@@ -509,22 +509,15 @@ def _t5_weights(config: Any) -> list[Weight]:
     )
     for side, last in (("encoder", 1), ("decoder", 2)):
         layer, name = f"{side}.layers.{{layer}}.", f"{side}.block.{{layer}}.layer."
-        attn, cross, mlp = (
-            f"{name}0.SelfAttention.",
-            f"{name}1.EncDecAttention.",
-            f"{name}{last}.DenseReluDense.",
-        )
+        attn, cross = f"{name}0.SelfAttention.", f"{name}1.EncDecAttention."
+        mlp, qkv = f"{name}{last}.DenseReluDense.", attention(heads, heads, size)
         first = (f"{mlp}wi_0", f"{mlp}wi_1") if config.is_gated_act else f"{mlp}wi"
         bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias"
         rows += rows_of(
             (f"{side}_relative_pos_emb.relative_attention_bias", bias, same()),
             (f"{side}.final_layernorm", f"{side}.final_layer_norm", same()),
             (f"{layer}input_layernorm", f"{name}0.layer_norm", same()),
-            (
-                f"{layer}self_attention.linear_qkv",
-                [attn + one for one in "qkv"],
-                attention(heads, heads, size),
-            ),
+            (f"{layer}self_attention.linear_qkv", [attn + one for one in "qkv"], qkv),
             (f"{layer}self_attention.linear_proj", f"{attn}o", same(1)),
             (f"{layer}pre_mlp_layernorm", f"{name}{last}.layer_norm", same()),
             (f"{layer}mlp.linear_fc1", first, gated() if config.is_gated_act else same(0)),

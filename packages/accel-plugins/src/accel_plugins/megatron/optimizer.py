@@ -13,7 +13,6 @@ from torch import nn
 from accel_plugins.kwargs import GradScalerKwargs
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.plugin import (
-    OWN_CODE,
     UNSUPPORTED,
     MegatronLMPlugin,
     optimizer_args,
@@ -168,7 +167,10 @@ class MegatronSchedule:
         )
         self._samples = None if args["train_samples"] is not None else args["global_batch_size"]
 
-    def step(self, samples: int) -> None:
+    def step(self) -> None:
+        """Do nothing: the engine advances the schedule."""
+
+    def advance(self, samples: int) -> None:
         """Advance by the samples of one optimizer step; a schedule in iterations counts steps."""
         self.schedule.step(samples if self._samples is None else self._samples)
 
@@ -227,7 +229,7 @@ def check_other_args(plugin: MegatronLMPlugin) -> None:
         core("distributed").DistributedDataParallelConfig,
     )
     known = {field.name for config in configs for field in fields(config)}
-    has_own_code = any(getattr(plugin, name) is not None for name in OWN_CODE)
+    has_own_code = any(vars(plugin)[name] for name in vars(plugin) if name.startswith("custom_"))
     for name, value in (plugin.other_megatron_args or {}).items():
         if name not in known and not has_own_code:
             hint = did_you_mean(name, known, "leave it out.")

@@ -375,15 +375,6 @@ _RENAMED: Mapping[str, str] = {
     "gradient_clipping": "clip_grad",
 }
 """Names of fields in `megatron_lm_default_args`, where they differ."""
-OWN_CODE = (
-    "custom_train_step_class",
-    "custom_model_provider_function",
-    "custom_prepare_model_function",
-    "custom_megatron_datasets_provider_function",
-    "custom_get_batch_function",
-    "custom_loss_function",
-)
-"""Fields that hold code of the user, which may read any argument."""
 _TRACKER = "use Accelerator(log_with='tensorboard', project_dir=…)"
 UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "use_custom_fsdp": (False, "use FullyShardedDataParallelPlugin(fsdp_version=2) in place of this plugin"),
@@ -526,23 +517,6 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
         return parser
 
     return register
-
-
-def data_parallel_size(tensor: int, pipeline: int, context: int, world_size: int) -> int:
-    """Return the number of replicas of a model.
-
-    Example:
-        >>> data_parallel_size(2, 2, 1, 8)
-        2
-    """
-    size = tensor * pipeline * context
-    if world_size % size:
-        raise SettingsError(
-            f"tp_degree={tensor}, pp_degree={pipeline} and context_parallel_size={context} make groups of "
-            f"{size} ranks, into which {world_size} cannot be divided: start a multiple of {size} processes, "
-            "or make the sizes smaller."
-        )
-    return world_size // size
 
 
 def check_model(plugin: MegatronLMPlugin, model: Any) -> ModelFamily:

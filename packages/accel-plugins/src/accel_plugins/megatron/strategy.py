@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_ops.modules import unwrap_once
-from accel_plugins.deepspeed.engine import DeepSpeedSchedulerWrapper
 from accel_plugins.kwargs import GradScalerKwargs
 from accel_plugins.megatron.data import (
     MegatronLMDummyDataLoader,
@@ -48,9 +47,10 @@ from accel_plugins.megatron.optimizer import (
     scaler_state,
     transformer_config,
 )
-from accel_plugins.megatron.plugin import MegatronLMPlugin, check_model, data_parallel_size, optimizer_args
+from accel_plugins.megatron.plugin import MegatronLMPlugin, check_model, optimizer_args
 from accel_plugins.megatron.stages import build_stages, virtual_stages
 from accel_plugins.megatron.state import MegatronStates, drop_values, find_rows, load, share_values
+from accel_plugins.optimizer import AcceleratedScheduler
 from accel_plugins.parallelism.config import mesh_of
 from accel_plugins.precision import EnginePrecision
 from accel_plugins.strategy import (
@@ -59,7 +59,6 @@ from accel_plugins.strategy import (
     Feature,
     Optimizers,
     Parameters,
-    PrecisionPolicy,
     Strategy,
 )
 from accel_plugins.unsharded import check_materialised
@@ -68,8 +67,6 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 from accel_state.libraries import require
-from accel_state.runtime import Runtime
-from accel_state.settings.model import Settings
 from accel_state.torch_private import process_groups
 
 
@@ -92,10 +89,8 @@ class MegatronStrategy(Strategy):
         {Feature.LOADERS_FROM_CONFIGURATION, Feature.NO_SYNC, Feature.OPTIMIZER_FROM_CONFIGURATION}
     )
 
-    def __init__(
-        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-    ) -> None:
-        super().__init__(settings, runtime, precision, handlers)
+    def setup(self) -> None:
+        runtime, handlers = self.runtime, self.handlers
         # 1. Import the library, and check the plugin and its groups.
         load_library("the strategy 'megatron'")
         plugin: MegatronLMPlugin = handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
@@ -115,7 +110,7 @@ class MegatronStrategy(Strategy):
         self.states = MegatronStates(runtime.device)
         self.sharding, self.mesh = batch_sharding(plugin, groups), mesh_of(runtime.device.type, groups.axes)
         self.precision = EnginePrecision(
-            name=precision.name,
+            name=self.precision.name,
             device_type=runtime.device.type,
             read_scale=lambda: {} if self._trained is None else scaler_state(self._trained.optimizer),
             write_scale=lambda state: load_scaler_state(self.engine.optimizer, state),
@@ -193,12 +188,11 @@ class MegatronStrategy(Strategy):
             made = make_optimizer(plugin, optimizer, modules, indices, precision, self.scaling)
         drop_values(model)
         engine = MegatronEngine(
+            self,
             model,
             modules,
             family=family,
             placed=placed,
-            groups=groups,
-            plugin=plugin,
             step=step,
             generate=generate,
             optimizer=made,
@@ -252,7 +246,7 @@ class MegatronStrategy(Strategy):
         stepped = bool(engine.optimizer.step_with_ready_grads())
         engine.steps += stepped
         for schedule in self._schedules if stepped else ():
-            schedule.step(engine.samples)
+            schedule.advance(engine.samples)
         engine.samples = 0
         return stepped
 
@@ -266,9 +260,9 @@ class MegatronStrategy(Strategy):
         return super().wrap_optimizer(optimizer, **options)
 
     def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any], **options: Any) -> Any:
-        """Wrap the schedule; steps advance Megatron's own."""
+        """Wrap the schedule; the engine advances Megatron's own."""
         if isinstance(scheduler, MegatronSchedule):
-            return DeepSpeedSchedulerWrapper(scheduler, optimizers)
+            return AcceleratedScheduler(scheduler, [*optimizers], step_per="update")  # pyright: ignore[reportArgumentType] - of Megatron
         return super().wrap_scheduler(scheduler, optimizers, **options)
 
     def release(self) -> None:
@@ -358,7 +352,14 @@ def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
     """
     tensor, pipeline = plugin.tp_degree or 1, plugin.pp_degree or 1
     context = plugin.context_parallel_size or 1
-    data = data_parallel_size(tensor, pipeline, context, world_size)
+    data, rest = divmod(world_size, tensor * pipeline * context)
+    if rest:
+        size = tensor * pipeline * context
+        raise SettingsError(
+            f"tp_degree={tensor}, pp_degree={pipeline} and context_parallel_size={context} make groups of "
+            f"{size} ranks, into which {world_size} cannot be divided: start a multiple of {size} processes, "
+            "or make the sizes smaller."
+        )
     rest, tensor_rank = divmod(rank, tensor)
     rest, context_rank = divmod(rest, context)
     stage, data_rank = divmod(rest, data)

@@ -252,10 +252,8 @@ class BertTrainStep(_TrainStep):
             raise UnsupportedError(
                 "BertTrainStep has no loss by token: leave out calculate_per_token_loss of MegatronLMPlugin."
             )
-        of_loss, of_step = (
-            (args.pretraining_flag, args.num_labels),
-            (args.pretraining_flag, args.bert_binary_head),
-        )
+        of_loss = args.pretraining_flag, args.num_labels
+        of_step = args.pretraining_flag, args.bert_binary_head
         super().__init__("BertTrainStep", accelerator, args, of_loss, of_step)
 
     def _read(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:

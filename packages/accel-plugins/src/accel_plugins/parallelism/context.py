@@ -72,10 +72,20 @@ class ContextParallel:
             no_restore_buffers: The buffers that stay sharded.
 
         Raises:
-            SettingsError: The lists differ in length, a length is not a multiple of the context-parallel
-                size, or a tensor requires grad.
+            SettingsError: Lengths of sequences differ, or are not a multiple of the context-parallel size.
+            ValueError: The lists differ in length.
         """
-        self._check(buffers, buffer_seq_dims)
+        length, ranks = buffers[0].shape[buffer_seq_dims[0]], self.mesh.size()
+        for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
+            problem = None
+            if buffer.shape[dim] != length:
+                problem = f"has sequences of {buffer.shape[dim]} (dim {dim}), and another of {length}"
+            elif length % ranks:
+                problem = f"has a dim {dim} that is not a multiple of cp_size={ranks}. Pad the sequences"
+            if problem is not None:
+                raise SettingsError(
+                    f"maybe_context_parallel(): a tensor of shape {tuple(buffer.shape)} {problem}."
+                )
         ring = ring_attention_module()
         ring.set_rotate_method(self.rotation)
         # Ring attention has no dispatch rules for the CPU, nor for non-causal attention.
@@ -91,12 +101,12 @@ class ContextParallel:
             if buffer.dim() == 2 and dim in {1, -1}
         ]
         block = _Block(
-            length=buffers[0].shape[buffer_seq_dims[0]],
+            length=length,
             padded={id(buffer): has_padding_before_tokens(buffer) for buffer in rows},
             packed={id(buffer): packs_samples(buffer) for buffer in rows},
         )
         # Load balancing gives each rank a chunk of the beginning and one of the end: it needs two per rank.
-        num_chunks = block.length // self.mesh.size()
+        num_chunks = length // ranks
         with (
             nullcontext() if num_chunks % 2 == 0 else _without_balance(),
             hang_monitor.transport_errors_explained("maybe_context_parallel"),
@@ -133,27 +143,6 @@ class ContextParallel:
             partial(_check_inputs, min(windows, default=None)), with_kwargs=True
         )
         attach_mask_hooks(model)
-
-    def _check(self, buffers: list[Tensor], dims: list[int]) -> None:
-        ranks = self.mesh.size()
-        if not buffers or len(buffers) != len(dims):
-            raise SettingsError(
-                f"maybe_context_parallel() got {len(buffers)} buffers and {len(dims)} buffer_seq_dims. "
-                "Pass every tensor with a sequence dim (inputs, labels, positions), and the dim of each."
-            )
-        length = buffers[0].shape[dims[0]]
-        for buffer, dim in zip(buffers, dims, strict=True):
-            problem = None
-            if buffer.requires_grad:
-                problem = "requires grad, but is sharded in place. Pass the inputs of the model"
-            elif buffer.shape[dim] != length:
-                problem = f"has sequences of {buffer.shape[dim]} (dim {dim}), and another of {length}"
-            elif length % ranks:
-                problem = f"has a dim {dim} that is not a multiple of cp_size={ranks}. Pad the sequences"
-            if problem is not None:
-                raise SettingsError(
-                    f"maybe_context_parallel(): a tensor of shape {tuple(buffer.shape)} {problem}."
-                )
 
 
 @contextmanager

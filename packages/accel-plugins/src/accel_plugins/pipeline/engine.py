@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from accel_ops.tree import recursively_apply
-from accel_plugins.parallelism.config import TorchPipelineParallelConfig
 from accel_plugins.pipeline.stages import Layout, Leave, RemoteModule, Stage, first_tensor
-from accel_plugins.strategy import PrecisionPolicy
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from accel_plugins.pipeline.strategy import PipelineStrategy
 
 IGNORED = -100
 """The label ignored by losses, as in PyTorch's `cross_entropy` and all models of transformers."""
@@ -41,29 +42,15 @@ class Batch:
 
 
 class Pipeline:
-    """The stages of one model on this rank, and their schedules; others' modules are replaced in place.
+    """The stages of one model on this rank, and their schedules; others' modules are replaced in place."""
 
-    `group` has the ranks of the stages, in order; `replicas` those with the same stages and other batches.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layout: Layout,
-        config: TorchPipelineParallelConfig,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        precision: PrecisionPolicy,
-        replicas: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.layout = layout
-        self.group = group
-        self.replicas = replicas
-        self.rank = dist.get_rank(group)
-        self.device = device
-        self.precision = precision
-        self.micro_batches = config.pp_num_microbatches or group.size()
-        self._kind: Any = get_schedule_class(str(config.pp_schedule))
+    def __init__(self, strategy: PipelineStrategy, model: nn.Module, layout: Layout) -> None:
+        options, self.layout = strategy.options, layout
+        self.group, self.replicas = strategy.group, strategy.replicas_group
+        self.rank = dist.get_rank(self.group)
+        self.device, self.precision = strategy.runtime.device, strategy.precision
+        self.micro_batches = options.pp_num_microbatches or self.group.size()
+        self._kind: Any = get_schedule_class(str(options.pp_schedule))
         self._forward: Callable[..., Any] = model.forward
         self._is_causal = _loss_is_causal(model)
         self._takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
@@ -72,10 +59,7 @@ class Pipeline:
         modules = [model.get_submodule(name) for name in layout.names]
         paths = [name.rpartition(".") for name in layout.names]
         self._slots = [(model.get_submodule(path), leaf) for path, _, leaf in paths]
-        self._absent = [
-            RemoteModule(module, name, position, self)
-            for position, (name, module) in enumerate(zip(layout.names, modules, strict=True))
-        ]
+        self._absent = [RemoteModule(module, position, self) for position, module in enumerate(modules)]
         self._own: dict[int, nn.Module] = {}
         self.stages: list[Stage] = []
         for index, (first, end) in enumerate(layout.bounds):
@@ -219,7 +203,7 @@ class Pipeline:
             raise Leave
         before = stage.first - 1
         value = self._received if position == before else self._nothing
-        is_alike = position == before or kind is self._absent[before].kind
+        is_alike = position == before or kind is self._absent[before].replaced
         length = self._forms.get(stage.index) if is_alike else 0
         return (value, *[None] * (length - 1)) if length else value
 
@@ -281,18 +265,12 @@ class Pipeline:
             for stage in self.stages
         ]
         is_multi = issubclass(self._kind, PipelineScheduleMulti)
-        try:
-            schedule = self._kind(
-                stages if is_multi else stages[0],
-                self.micro_batches,
-                loss_fn=lambda output, target: output.sum(),  # noqa: ARG005 - the stage has computed it
-                scale_grads=False,
-            )
-        except ValueError as error:
-            raise SettingsError(
-                f"pp_schedule={self._kind.__name__.removeprefix('Schedule')!r} with pp_num_microbatches="
-                f"{self.micro_batches} for {self.group.size()} ranks: {error}"
-            ) from None
+        schedule = self._kind(
+            stages if is_multi else stages[0],
+            self.micro_batches,
+            loss_fn=lambda output, target: output.sum(),  # noqa: ARG005 - the stage has computed it
+            scale_grads=False,
+        )
         self._schedules[sizes] = schedule, stages
         return schedule, stages
 

@@ -148,40 +148,21 @@ class Leave(BaseException):
 class RemoteModule(nn.Module):
     """Placeholder for another stage's module: returns the received activation, or ends the forward pass."""
 
-    def __init__(self, module: nn.Module, name: str, position: int, pipeline: Pipeline) -> None:
+    def __init__(self, module: nn.Module, position: int, pipeline: Pipeline) -> None:
         super().__init__()
         plain = (bool, int, float, str, type(None))  # such as the type of attention of a layer
         own = {key: value for key, value in vars(module).items() if isinstance(value, plain)}
         vars(self).update({key: value for key, value in own.items() if not key.startswith("_")})
         self.training = module.training
-        self._facts = (name, position, type(module))
-        self._pipeline = (pipeline,)  # a tuple, so that it is not a submodule
-
-    @property
-    def kind(self) -> type[nn.Module]:
-        """The class of the replaced module."""
-        return self._facts[2]
+        self.replaced, self._position, self._pipeline = type(module), position, pipeline
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the activation that the stage received, in the structure that the module returns."""
         del args, kwargs
-        _, position, kind = self._facts
-        return self._pipeline[0].skipped(position, kind)
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute == "_facts" or attribute.startswith("__"):
-            raise AttributeError(attribute)
-        try:
-            return super().__getattr__(attribute)
-        except AttributeError:
-            name, _, kind = self._facts
-            raise AttributeError(
-                f"the model reads {attribute!r} of the module {name!r}, a {kind.__name__}, which is on "
-                "another stage of the pipeline; only calls of modules can be passed on."
-            ) from None
+        return self._pipeline.skipped(self._position, self.replaced)
 
     def _get_name(self) -> str:
-        return f"Remote:{self._facts[2].__name__}"
+        return f"Remote:{self.replaced.__name__}"
 
 
 class Stage(nn.Module):
@@ -193,16 +174,16 @@ class Stage(nn.Module):
         self.index = index
         self.first = first
         self.end = first + len(modules)
-        self._pipeline = (pipeline,)
+        self._pipeline = pipeline
 
     @property
     def is_last(self) -> bool:
         """Whether this stage computes the loss."""
-        return self.index == len(self._pipeline[0].layout.bounds) - 1
+        return self.index == len(self._pipeline.layout.bounds) - 1
 
     def forward(self, *received: Tensor, index: Tensor) -> Tensor:
         """Compute micro-batch number `index`: return the activation, or the loss with one element."""
-        return self._pipeline[0].run_stage(self, received[0] if received else None, int(index))
+        return self._pipeline.run_stage(self, received[0] if received else None, int(index))
 
 
 def first_tensor(output: Any, name: str) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,10 +25,10 @@ from accel_plugins.sharding.state import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from accel_plugins.pipeline.stages import Layout
+    from accel_plugins.pipeline.strategy import PipelineStrategy
     from accel_plugins.strategy import StateDict
 
 
@@ -115,22 +115,12 @@ def all_gather_objects(obj: Any, group: dist.ProcessGroup) -> list[Any]:
 class PipelineStates(ShardedStates):
     """State dicts of stages, under the names of the full model: this rank's part, or gathered from all.
 
-    `models` has the names by cut model; every rank has all tensors of other models. `group` has the ranks of
-    the stages, in order, and `mesh` all ranks of the run.
+    Every rank has all tensors of models that were not cut.
     """
 
-    def __init__(
-        self,
-        *,
-        models: Any,
-        group: dist.ProcessGroup,
-        mesh: DeviceMesh,
-        device: torch.device,
-        form: Callable[[], StateForm],
-        writer: int,
-    ) -> None:
-        super().__init__(device, form)
-        self.models, self.group, self.mesh, self.writer = models, group, mesh, writer
+    def __init__(self, strategy: PipelineStrategy, form: Callable[[], StateForm]) -> None:
+        super().__init__(strategy.runtime.device, form)
+        self.models, self.group, self.mesh = strategy.names, strategy.group, cast("Any", strategy.mesh)
 
     def model_tensors(self, model: nn.Module) -> StateDict:
         """Return the state dict; tensors common to all stages are replicated over all ranks."""

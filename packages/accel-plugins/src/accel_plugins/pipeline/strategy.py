@@ -26,12 +26,10 @@ from accel_plugins.pipeline.state import ModelNames, PipelineStates
 from accel_plugins.sharding.shards import gather_full_tensor, shard_like
 from accel_plugins.sharding.state import StateForm
 from accel_plugins.sharding.step import norm_of
-from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, Optimizers, Parameters, PrecisionPolicy
+from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, Optimizers, Parameters
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import is_torch_version
-from accel_state.runtime import Runtime
-from accel_state.settings.model import Settings
 
 
 class PipelineStrategy(MeshStrategy):
@@ -46,10 +44,9 @@ class PipelineStrategy(MeshStrategy):
         Feature.NO_SYNC,  # gradients are reduced at the end of each schedule
     }
 
-    def __init__(
-        self, settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-    ) -> None:
-        super().__init__(settings, runtime, precision, handlers)
+    def setup(self) -> None:
+        super().setup()
+        runtime, handlers = self.runtime, self.handlers
         # 1. Check the options.
         axes = axes_of(runtime, handlers, sharded=False)
         if axes.pipeline is None or axes.config.pp_handler is None:
@@ -65,11 +62,12 @@ class PipelineStrategy(MeshStrategy):
             )
         # 2. Build the stages that shard and cut models.
         plugin = _plugin_of(axes, handlers)
-        full = None if plugin is None else full_sharding(plugin, axes, runtime, precision)
+        full = None if plugin is None else full_sharding(plugin, axes, runtime, self.precision)
         self.shard_over(axes, full)
         self.names: Any = weakref.WeakKeyDictionary()
         self.pipelines: weakref.WeakKeyDictionary[nn.Module, Pipeline] = weakref.WeakKeyDictionary()
         self.full = full
+        # The ranks with the same stages and other batches.
         self.replicas_group = None if axes.losses is None else axes.losses.get_group()
         self.is_tensor_parallel = axes.tensor is not None
         self.stages = [stage for stage in self.stages if stage is not full]
@@ -79,14 +77,9 @@ class PipelineStrategy(MeshStrategy):
         micro_batches = self.options.pp_num_microbatches or self.group.size()
         self.sharding = replace(axes.sharding, micro_batches=micro_batches)
         rank, per_stage = runtime.topology.rank, runtime.topology.world_size // self.group.size()
-        self.states = PipelineStates(
-            models=self.names,
-            group=self.group,
-            mesh=axes.mesh,
-            device=runtime.device,
-            form=(lambda: StateForm.FULL) if plugin is None else partial(form_of, plugin),
-            writer=rank - rank % per_stage,  # the first rank of the stage
-        )
+        form = (lambda: StateForm.FULL) if plugin is None else partial(form_of, plugin)
+        self.states = PipelineStates(self, form)
+        self.states.writer = rank - rank % per_stage  # the first rank of the stage
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False, **_: Any) -> Bundle:
         """Cut the models, and keep this rank's part of the optimizers."""
@@ -155,8 +148,7 @@ class PipelineStrategy(MeshStrategy):
         super().shard_in_place(model)
         layout = lay_out(model, self.options, self.group.size())
         shard = None if self.full is None else _for_stages(self.full, model)
-        device, replicas = self.runtime.device, self.replicas_group
-        pipeline = Pipeline(model, layout, self.options, self.group, device, self.precision, replicas)
+        pipeline = Pipeline(self, model, layout)
         if shard is not None:
             for stage in pipeline.stages:
                 shard(stage)

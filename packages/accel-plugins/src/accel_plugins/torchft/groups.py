@@ -20,17 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_ops.tree import local_part
+from accel_plugins.kwargs import ReplicaSyncKwargs
 from accel_plugins.torchft.shards import as_shards, load_optimizer, load_tensors, tensors_of
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
-from accel_state.settings.run import ReplicaSettings
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_plugins.kwargs import ReplicaSyncKwargs
-    from accel_plugins.strategy import StateDict
-    from accel_state.runtime import Runtime
+    from accel_plugins.strategy import StateDict, Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +45,8 @@ class ReplicaGroups:
     If `is_sharded`, its ranks have shards of the models. Groups that train `apart` agree in some steps only.
     """
 
-    def __init__(
-        self,
-        settings: ReplicaSettings,
-        runtime: Runtime,
-        *,
-        is_sharded: bool = False,
-        apart: ReplicaSyncKwargs | None = None,
-    ) -> None:
+    def __init__(self, strategy: Strategy, *, is_sharded: bool = False) -> None:
+        settings = strategy.settings.replicas
         require("torchft", "strategy='torchft'", install="accel-plugins[torchft]")
         if settings.lighthouse is None:
             raise SettingsError(
@@ -70,11 +62,12 @@ class ReplicaGroups:
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.manager: Any = None
-        self._runtime = runtime
+        self._runtime = strategy.runtime
         self._is_sharded = is_sharded
         self._tensors: list[dict[str, Tensor]] = []  # of the models
         self._has_begun = False
-        self.apart, self._sync = apart, None
+        self.apart: ReplicaSyncKwargs | None = strategy.handlers.get(ReplicaSyncKwargs)
+        self._sync: Any = None
         self._store: Any = None
         self._read: Callable[[], StateDict] = dict
         self._restore: Callable[[StateDict, bool], Mapping[Any, StateDict]] = lambda *_: {}

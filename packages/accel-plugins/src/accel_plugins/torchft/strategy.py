@@ -132,8 +132,7 @@ def _join_groups(
 ) -> ReplicaGroups:
     """Extend the strategy of one group's ranks to all groups."""
     own, settings = strategy.sharding, strategy.settings.replicas
-    apart = strategy.handlers.get(ReplicaSyncKwargs)
-    groups = ReplicaGroups(settings, strategy.runtime, is_sharded=is_sharded, apart=apart)
+    groups = ReplicaGroups(strategy, is_sharded=is_sharded)
     strategy.sharding = replace(
         own,
         num_shards=settings.groups * own.num_shards,
