@@ -102,6 +102,20 @@ def test_what_lives_on_is_copied_to_the_same_memory_and_the_rest_is_released():
 
 
 @pytest.mark.gpu
+def test_a_storage_that_was_resized_since_its_last_copy_is_copied_without_a_warning(caplog):
+    staging, host = HostStaging(), torch.arange(6.0)
+    grown, other = torch.zeros(2, device=ACCELERATOR), torch.ones(3, device=ACCELERATOR)
+    staging.copy([grown, other])
+    grown.untyped_storage().resize_(host.nbytes)
+    grown.set_(grown.untyped_storage(), 0, (6,)).copy_(host)
+    copied = staging.copy([other, grown])
+    assert saved(copied) == saved([torch.ones(3), host])
+    assert copied[1].is_pinned() == copied[0].is_pinned()
+    assert staging.copy([grown])[0].data_ptr() == copied[1].data_ptr()  # the same memory again
+    assert not caplog.text
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's stager pins memory of CUDA and ROCm")
 def test_memory_that_cannot_be_pinned_is_said_and_does(caplog, monkeypatch):
     def run_out(address, nbytes):

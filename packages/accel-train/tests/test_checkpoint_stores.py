@@ -234,6 +234,22 @@ def test_a_checkpoint_is_replaced_at_once_whatever_fails(store, monkeypatch, met
     assert "/bucket/run/tokenizer.json" in store
 
 
+def test_old_files_are_deleted_by_the_next_save_if_the_old_manifest_cannot_be_read_for_a_moment(
+    store, monkeypatch
+):
+    run = Setup()
+    run.accelerator.save_state("memory://bucket/run", safe_serialization=False)
+    run.train()
+    with monkeypatch.context() as patch:
+        failing(patch, "read_bytes", "run/accel_manifest.json")
+        run.accelerator.save_state("memory://bucket/run")  # it is complete, and replaces the old one later
+    other = Setup(seed=1)
+    other.accelerator.load_state("memory://bucket/run")
+    other.expect(run.tensors())
+    assert "/bucket/run/pytorch_model.bin" not in store
+    assert not [name for name in store if "/.accel" in name]
+
+
 def test_files_that_no_checkpoint_lists_stay_whatever_their_names(store):
     names = ("pytorch_model.bin", "optimizer_1.bin", "trackers.json", "pytorch_model/config.json")
     for name in names:

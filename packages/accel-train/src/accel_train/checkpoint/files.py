@@ -7,7 +7,7 @@ import errno
 import io
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import xxhash
 
 from accel_state.platforms import create_file, flush_file, libc
 from accel_state.remote import BLOCK_BYTES, READS, AnyPath, RemotePath
-from accel_train.checkpoint.layout import FileRecord
+from accel_train.checkpoint.layout import FileRecord, Manifest
 
 
 def write_file(
@@ -125,19 +125,22 @@ def sizes_in(folder: AnyPath) -> dict[str, int]:
 REQUESTS = 8  # to an object store at the same time
 
 
-def sizes_of(folder: AnyPath, names: Collection[str]) -> dict[str, int]:
-    """Return the sizes of those of some files that exist: each is asked for, since a listing may be late."""
+def complaints_about(folder: AnyPath, manifest: Manifest) -> list[str]:
+    """Return one phrase for each file of a checkpoint that is absent or has another size."""
+    # A store lists all files in one request, but perhaps late: it is asked for those that differ.
+    listed = folder.sizes() if isinstance(folder, RemotePath) else {}
+    differing = [name for name, row in manifest.files.items() if listed.get(name) != row.size]
 
-    def size_of(name: str) -> int | None:
-        path = folder / name
+    def complaint(name: str) -> str:
+        path, expected = folder / name, manifest.files[name].size
         try:
-            return path.size() if isinstance(path, RemotePath) else path.stat().st_size
+            size = path.size() if isinstance(path, RemotePath) else path.stat().st_size
         except FileNotFoundError:
-            return None
+            return f"{name!r} is absent"
+        return "" if size == expected else f"{name!r} has {size} bytes, not {expected}"
 
     with ThreadPoolExecutor(REQUESTS, "accel-sizes") as threads:
-        sizes = zip(names, threads.map(size_of, names), strict=True)
-    return {name: size for name, size in sizes if size is not None}
+        return [phrase for phrase in threads.map(complaint, differing) if phrase]
 
 
 def flush_folder(folder: Path) -> None:

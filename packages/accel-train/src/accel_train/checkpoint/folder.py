@@ -16,12 +16,12 @@ from accel_state.errors import CheckpointError
 from accel_state.remote import AnyPath, RemotePath
 from accel_train.checkpoint import layout, stores
 from accel_train.checkpoint.files import (
+    complaints_about,
     flush_folder,
     make_folder,
     move,
     record_of,
     remove,
-    sizes_of,
     write_file,
 )
 from accel_train.checkpoint.layout import Manifest, read_manifest
@@ -112,8 +112,9 @@ def recover(target: AnyPath) -> None:
         marker = source / layout.MANIFEST_NAME
         with contextlib.suppress(FileNotFoundError):  # without it, only the folder itself is left
             manifest = Manifest.from_text(marker.read_bytes(), marker)
-            for name in layout.listed_files(target) - set(manifest.files):
-                remove(target / name)
+            with contextlib.suppress(OSError):  # an old manifest on a damaged disk
+                for name in layout.listed_files(target) - set(manifest.files):
+                    remove(target / name)
             for name in manifest.files:
                 make_folder((target / name).parent)
                 with contextlib.suppress(FileNotFoundError):  # it was moved before
@@ -142,9 +143,7 @@ def check(folder: AnyPath, manifest: Manifest | None) -> None:
     if manifest is None:
         _check_foreign(folder)
         return
-    listed = folder.sizes() if isinstance(folder, RemotePath) else {}  # in one request, but perhaps late
-    complaints = manifest.complaints(listed) and manifest.complaints(sizes_of(folder, manifest.files))
-    if complaints:
+    if complaints := complaints_about(folder, manifest):
         raise CheckpointError(
             f"The checkpoint {str(folder)!r} is damaged: {', '.join(complaints)}. Load another one."
         )

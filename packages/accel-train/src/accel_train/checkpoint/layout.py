@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -186,21 +187,6 @@ class Manifest:
             f"version reads format {FORMAT!r} with {CHECKSUM!r}. Load it with the version that saved it."
         )
 
-    def complaints(self, sizes: Mapping[str, int]) -> list[str]:
-        """Return one phrase for each file that is absent or has another size.
-
-        Example:
-            >>> Manifest(world_size=1, step=0, files={"a": FileRecord(size=1, checksum="")}).complaints({})
-            ["'a' is absent"]
-        """
-        return [
-            f"{name!r} is absent"
-            if name not in sizes
-            else f"{name!r} has {sizes[name]} bytes, not {row.size}"
-            for name, row in self.files.items()
-            if sizes.get(name) != row.size
-        ]
-
 
 def read_manifest(folder: AnyPath) -> Manifest | None:
     """Read the manifest of a checkpoint; `None` for one that another library wrote.
@@ -220,12 +206,11 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
 
 
 def listed_files(folder: AnyPath) -> set[str]:
-    """Return the files that the manifest in a folder lists; other files may be anybody's."""
-    try:
+    """Return the files that the manifest in a folder lists, if it is undamaged; others may be anybody's."""
+    with suppress(CheckpointError):
         manifest = read_manifest(folder)
-    except (OSError, CheckpointError):
-        manifest = None
-    return set() if manifest is None else set(manifest.files)
+        return set() if manifest is None else set(manifest.files)
+    return set()
 
 
 def _relative(name: str) -> str:

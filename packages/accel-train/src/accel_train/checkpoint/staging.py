@@ -59,7 +59,10 @@ class HostStaging:
             try:
                 staged: Tensor = self._stager.stage({"": values})[""]
                 return staged.untyped_storage()
-            except (AssertionError, RuntimeError) as error:  # WSL2 and containers limit pinned memory
+            except AssertionError:  # a storage has been resized since its last copy
+                del self._stager
+                return self._copy_of(storage)
+            except RuntimeError as error:  # WSL2 and containers limit pinned memory
                 self._cannot_pin = True
                 reason = str(error).splitlines()[0]
                 logger.warning("Host memory could not be pinned (%s): copies are slower.", reason)

@@ -18,7 +18,7 @@ from pathlib import Path
 from accel_state.errors import CheckpointError
 from accel_state.remote import AnyPath, RemotePath
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.files import REQUESTS, make_folder, sizes_of
+from accel_train.checkpoint.files import REQUESTS, complaints_about, make_folder
 from accel_train.checkpoint.layout import Manifest
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def commit(staging: RemotePath, target: RemotePath, manifest: Manifest) -> None:
         CheckpointError: The store lacks a file.
         OSError: The store cannot be written. The checkpoint before is unchanged.
     """
-    absent = manifest.complaints(sizes_of(staging, manifest.files))
+    absent = complaints_about(staging, manifest)
     if absent:
         raise CheckpointError(f"{str(staging)!r} lacks uploaded files: {', '.join(absent[:5])}")
     (staging / layout.MANIFEST_NAME).write_bytes(manifest.to_text().encode())
