@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # pytest's own, and what torch sets when it imports its compiler (the profiler and DDP do).
-SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "GLOO_ENABLE_STORE_V2_API")
 
 
 handle_signals()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from harness.programs import Ended, Program, run_programs
+from harness.programs import TORCHRUN, Ended, Program, run_programs
 
 BEGIN = """\
 import functools, os, sys, time, threading
@@ -139,19 +140,21 @@ print("gathered")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Ended]]:
     """How the ranks of each program ended."""
     programs = {name: Program(BEGIN + source, world_size) for name, (world_size, source) in PROGRAMS.items()}
+    programs["late connections"] = replace(
+        programs["elsewhere"], variables={**TORCHRUN, "TORCH_GLOO_LAZY_INIT": "1"}
+    )
     imports = ("accel_train.accelerator.build", "accel_plugins.ddp", "torch._dynamo")
     return run_programs(programs, tmp_path_factory.mktemp("programs"), imports)
 
 
-def test_every_rank_hears_who_is_where(ends) -> None:
-    for end in ends["elsewhere"]:
+@pytest.mark.parametrize("name", ["elsewhere", "late connections"])
+def test_every_rank_hears_who_is_where(ends, name) -> None:
+    for end in ends[name]:
         assert end.code == 0, end.errors
         assert "rank 0 is at program.py:16 `gather()  # what the others do` (collective 2)" in end.output
         assert "rank 1 is at program.py:15 `time.sleep(0.05)  # busy with something else`" in end.output
         assert "(in no collective, after 1)" in end.output
-    assert re.search(
-        r"Rank 0 heard from its backend: .*Timed out waiting 4000ms", ends["elsewhere"][0].output
-    )
+    assert re.search(r"Rank 0 heard from its backend: .*Timed out waiting 4000ms", ends[name][0].output)
 
 
 def test_a_wait_is_warned_about_before_the_limit(ends) -> None:

@@ -169,6 +169,39 @@ def test_all_ranks_that_give_up_tell_the_story_of_the_first(store):
         raise TIMED_OUT
 
 
+def test_one_rank_reads_where_all_are_and_the_others_wait_for_its_story(store):
+    other = other_rank(store)
+    begin(store)
+    other._store.add("collecting", 1)
+
+    def tell():
+        until(lambda: int(other._store.add("collecting", 0)) > 1)
+        other._store.set("diagnosis", "`gather` did not complete: a later story.")
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    with pytest.raises(StalledCollectiveError, match="a later story"), collective_scope("all_reduce"):
+        raise TIMED_OUT
+    thread.join()
+
+
+def test_a_rank_whose_collector_has_left_tells_its_own_story(store):
+    other = other_rank(store)
+    begin(store)
+    other._store.add("collecting", 1)
+    with (
+        pytest.raises(StalledCollectiveError, match=r"`all_reduce` did not complete: .*rank 1 is at"),
+        collective_scope("all_reduce"),
+    ):
+        raise TIMED_OUT
+
+
+@pytest.mark.parametrize(("world_size", "seconds"), [(2, 0.05), (1024, 1.024), (16384, 16.384)])
+def test_all_ranks_together_post_a_thousand_times_a_second_at_most(store, world_size, seconds):
+    monitor = hang_monitor.HangMonitor(store, rank=1, world_size=world_size, limit=600)
+    assert monitor._interval == seconds
+
+
 def test_a_long_wait_is_warned_about_again_and_again(store, caplog):
     other_rank(store, location="eval.py:41", source="gather(preds)")
     begin(store)

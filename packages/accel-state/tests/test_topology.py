@@ -19,6 +19,7 @@ from accel_state.topology import (
     first_host,
     get_cpu_distributed_information,
     gloo_interface,
+    gloo_variables,
     rendezvous,
 )
 
@@ -221,3 +222,9 @@ def test_gloo_uses_the_interface_of_nccl_unless_it_has_its_own(monkeypatch, vari
     names = ["lo", "ib0", "eth0", "eth1"]
     monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(names, 1)))
     assert gloo_interface(variables) == interface
+    assert gloo_variables(variables, 2).get("GLOO_SOCKET_IFNAME") == interface
+
+
+def test_what_the_user_tells_gloo_stays():
+    variables = {"GLOO_ENABLE_STORE_V2_API": "0", "TORCH_GLOO_LAZY_INIT": "0"}
+    assert gloo_variables(variables, 1024) == {}

@@ -1,7 +1,8 @@
 """Hang diagnosis: the source line of every rank, in a warning and in the error of a collective.
 
 Every collective runs inside a `collective_scope`, which records its caller. A thread posts the user's line
-there, or the main thread's current line, to the store of the process group once a second.
+there, or the main thread's current line, to the store of the process group once a second; with more than a
+thousand ranks less often, so that the store gets a thousand lines a second.
 Rank 0 warns when ranks wait for long. When a collective fails in the backend, the error has the lines of all
 ranks, and the other ranks raise it at their next collective. Slow ranks are reported as well; see
 `accel_state.stragglers`.
@@ -31,6 +32,7 @@ from accel_state.rank_status import RankStatus, call_site, format_statuses
 from accel_state.stragglers import SAMPLE_S, RankSampler
 
 INTERVAL_S = 1.0  # between two posts
+POSTS_PER_S = 1000  # of all ranks, which the store can take beside the run's own requests
 WARN_AFTER_S = 60.0  # seconds of waiting before the first warning, and between two
 NEAR_LIMIT = 0.9  # fraction of the limit, at which NCCL's watchdog ends the process without our message
 SHUTDOWN_GRACE_S = 5.0  # seconds that rank 0 waits for the others to read its diagnosis
@@ -129,6 +131,7 @@ class HangMonitor:
         self._store = PrefixStore("accel/hang_monitor", store)
         self._rank = rank
         self._ranks = range(world_size)
+        self._interval = max(INTERVAL_S, world_size / POSTS_PER_S)
         self._heartbeat = 0
         self._unchanged: dict[int, tuple[Any, float]] = {}  # where each rank is, and since when
         self._warned = 0.0
@@ -154,7 +157,7 @@ class HangMonitor:
     def start(self) -> None:
         """Start to post."""
         if self._rank == 0:
-            for key in ("diagnosis", "closing"):  # of an earlier monitor on the same store
+            for key in ("diagnosis", "collecting", "closing"):  # of an earlier monitor on the same store
                 self._store.delete_key(key)
         self._thread.start()
 
@@ -169,7 +172,7 @@ class HangMonitor:
         self._thread.join(timeout=5.0)
         if not closing or self._rank:
             return
-        deadline = time.monotonic() + (1.5 * INTERVAL_S if self.diagnosis is None else SHUTDOWN_GRACE_S)
+        deadline = time.monotonic() + (1.5 * self._interval if self.diagnosis is None else SHUTDOWN_GRACE_S)
         try:
             self._store.set("closing", "")
             while time.monotonic() < deadline:
@@ -182,15 +185,15 @@ class HangMonitor:
     def explain(self, operation: str, error: BaseException) -> str:
         """Create the message of a collective that failed in the backend, and post it to the other ranks."""
         try:
-            # Every live rank posts where it is now; the heartbeat of one that does not stops.
-            before = self.statuses(self._ranks)
-            time.sleep(2.5 * INTERVAL_S)
-            self._post()  # on a busy machine the thread may not have come to it
-            now = self.statuses(self._ranks)
-            silent = {rank for rank in self._ranks if now[rank] is not None and now[rank] == before[rank]}
-            diagnosis = f"`{operation}` did not complete: {format_statuses(now, silent=silent)}."
-            # All ranks quote the first one: later, ranks may have left.
-            self.diagnosis = self._store.compare_set("diagnosis", "", diagnosis).decode() or diagnosis
+            # One rank reads all statuses, and the others quote it, unless it leaves meanwhile.
+            deadline = time.monotonic() + 5 * self._interval
+            is_collecting = self._store.add("collecting", 1) == 1
+            while not self._store.check(["diagnosis"]):
+                if is_collecting or time.monotonic() > deadline:
+                    self._store.compare_set("diagnosis", "", self._diagnose(operation))
+                else:
+                    time.sleep(self._interval / 4)
+            self.diagnosis = self._store.get("diagnosis").decode()
         except RuntimeError:
             location, source = call_site(self.slot)
             self.diagnosis = self.diagnosis or (
@@ -198,6 +201,15 @@ class HangMonitor:
                 f"probably with rank 0; rank {self._rank} is at {location} `{source}`."
             )
         return f"{self.diagnosis} Rank {self._rank} heard from its backend: {first_line(error)}"
+
+    def _diagnose(self, operation: str) -> str:
+        """Return where all ranks are. A live one posts meanwhile: the heartbeat of any other stops."""
+        before = self.statuses(self._ranks)
+        time.sleep(2.5 * self._interval)
+        self._post()  # on a busy machine the thread may not have come to it
+        now = self.statuses(self._ranks)
+        silent = {rank for rank in self._ranks if now[rank] is not None and now[rank] == before[rank]}
+        return f"`{operation}` did not complete: {format_statuses(now, silent=silent)}."
 
     def statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus | None]:
         """Return the last status of each rank (`None` if it has none), in two requests if all have one."""
@@ -223,7 +235,7 @@ class HangMonitor:
 
     def _wait(self) -> bool:
         """Wait until the next post, and take samples meanwhile; return whether the monitor stops."""
-        end = time.monotonic() + INTERVAL_S
+        end = time.monotonic() + self._interval
         while (rest := end - time.monotonic()) > 0:
             if self._closing.wait(rest if self.sampler is None else min(rest, SAMPLE_S)):
                 return True

@@ -27,7 +27,7 @@ from accel_state.device_kinds import CPU, DeviceKind, get_driver_version, get_gp
 from accel_state.devices import choose_device, register_collectives, set_current_device
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.frozen import frozen
-from accel_state.topology import Topology, check_first_host, detect, gloo_interface, rendezvous
+from accel_state.topology import Topology, check_first_host, detect, gloo_variables, rendezvous
 
 if TYPE_CHECKING:
     from accel_state.settings.model import Settings
@@ -218,8 +218,7 @@ def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, 
     timeout = options.get("timeout")
     if not dist.is_initialized():
         register_collectives(runtime.kind)
-        if (interface := gloo_interface(variables)) is not None:
-            process_environment.publish({"GLOO_SOCKET_IFNAME": interface})
+        process_environment.publish(gloo_variables(variables, runtime.topology.world_size))
         dist.init_process_group(**_group_options(runtime, variables, options))
         process_group.joined()
     elif timeout is not None:

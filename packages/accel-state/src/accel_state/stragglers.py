@@ -105,9 +105,7 @@ def find_slow(shares: Mapping[int, float]) -> dict[int, float]:
         >>> find_slow({0: 0.7, 1: 0.3, 2: 0.7})
         {1: 0.4}
     """
-    slow: dict[int, float] = {}
-    for rank, share in shares.items():
-        others = sorted(other for index, other in shares.items() if index != rank)
-        if others and others[len(others) // 2] - share >= SHARE:
-            slow[rank] = round(others[len(others) // 2] - share, 3)
-    return slow
+    ordered = sorted(shares.values()) or [0.0]
+    # A slow rank is in the lower half: without it, the one above the middle is the median of the others.
+    usual = ordered[min((len(ordered) + 1) // 2, len(ordered) - 1)]
+    return {rank: round(usual - share, 3) for rank, share in shares.items() if usual - share >= SHARE}

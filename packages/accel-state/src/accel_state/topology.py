@@ -376,6 +376,23 @@ def reserved_port() -> int:
     return port
 
 
+def gloo_variables(variables: Mapping[str, str], world_size: int) -> dict[str, str]:
+    """Return the variables that gloo starts with, without those that the user has set.
+
+    Each rank then sends two requests to the store for a group, not `2 * world_size + 1`. With more than 64
+    ranks, two of them are connected when they first exchange data: addresses for all pairs are bytes in the
+    store that grow with the square of the ranks.
+
+    Example:
+        >>> gloo_variables({}, 8), list(gloo_variables({}, 65))
+        ({'GLOO_ENABLE_STORE_V2_API': '1'}, ['GLOO_ENABLE_STORE_V2_API', 'TORCH_GLOO_LAZY_INIT'])
+    """
+    chosen = {"GLOO_ENABLE_STORE_V2_API": "1", "GLOO_SOCKET_IFNAME": gloo_interface(variables)}
+    if world_size > 64:
+        chosen["TORCH_GLOO_LAZY_INIT"] = "1"
+    return {name: value for name, value in chosen.items() if value is not None and name not in variables}
+
+
 def gloo_interface(variables: Mapping[str, str]) -> str | None:
     """Return the network interface that NCCL uses, for gloo, unless gloo has one of its own.
 
