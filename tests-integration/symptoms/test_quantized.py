@@ -8,7 +8,6 @@ import torch
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_quant import BnbQuantizationConfig, load_and_quantize_model
-from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError
 from accel_train import Accelerator
 from harness import distributed
@@ -57,22 +56,19 @@ def prepared(kind, **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world_size=2)
-def test_row_19_a_quantised_model_is_refused_where_it_would_be_sharded(kind):
-    for options in (
-        {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
-        {"parallelism_config": ParallelismConfig(tp_size=2)},
-    ):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        with pytest.raises(SettingsError, match=r"'0\.base\.weight' is quantised .*cannot be sharded.*DDP"):
-            prepared(kind, **options)
+def test_row_19_a_quantised_model_is_refused_where_its_layers_would_be_cut(kind):
+    with pytest.raises(SettingsError, match=r"'0\.base\.weight' is quantised .*cannot be sharded.*DDP"):
+        prepared(kind, parallelism_config=ParallelismConfig(tp_size=2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 @distributed(world_size=2)
-def test_row_19_a_quantised_model_has_the_same_logits_after_ddp_has_prepared_it_and_trains(kind):
+def test_row_19_a_quantised_model_has_the_same_logits_after_it_is_prepared_and_trains(kind, strategy):
     inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
     expected = make_model(kind)(inputs).detach()
-    model, optimizer = prepared(kind)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if strategy == "fsdp2" else None
+    model, optimizer = prepared(kind, fsdp_plugin=plugin)
     torch.testing.assert_close(model(inputs).detach(), expected)
     model(inputs).square().sum().backward()
     optimizer.step()

@@ -30,6 +30,7 @@ from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.experts import ExpertParallel, experts_of
 from accel_plugins.parallelism.sequence import Ulysses
 from accel_plugins.parallelism.tensor import TensorParallel
+from accel_plugins.sharding.quantised import check_quantised
 from accel_plugins.sharding.shards import ShardedStates
 from accel_plugins.sharding.wrap import ShardedStrategy, dtype_to_train, hook_of
 from accel_plugins.strategy import PrecisionPolicy
@@ -91,6 +92,7 @@ class Fsdp2Strategy(MeshStrategy):
         sharded = FullyShardedDataParallelPlugin in handlers
         axes = axes_of(runtime, handlers, sharded=sharded, fully_shard=True)
         self.shard_over(axes, full_sharding(plugin, axes, runtime, self.precision))
+        self.shards_quantised = len(self.stages) == 1  # neither layers nor experts are cut
         self.sharding, self.states = axes.sharding, ShardedStates(runtime.device, partial(form_of, plugin))
 
 
@@ -212,6 +214,8 @@ class FullSharding:
 
     def validate(self, model: nn.Module) -> None:
         """Check that torch can shard a model, and that the trained parameters of a block have one dtype."""
+        policy = cast("MixedPrecisionPolicy | None", self.plugin.mixed_precision_policy)
+        check_quantised(model, None if policy is None else policy.param_dtype)
         modules = modules_named(self.plugin.ignored_modules, model)
         unsharded = {id(module) for part in modules for module in part.modules()}
         for name, module in (experts_of(model) if self.experts is not None else {}).items():
@@ -237,9 +241,8 @@ class FullSharding:
                     "with the reduced gradient, or change the gradients between backward() and step()."
                 )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        policy = fsdp2_prepare_auto_wrap_policy(self.plugin, model)
         seen = {*ignored}
-        for unit in blocks(model, policy, unsharded):
+        for unit in blocks(model, fsdp2_prepare_auto_wrap_policy(self.plugin, model), unsharded):
             first: dict[torch.dtype, str] = {}
             for parameter in unit.parameters():
                 if parameter.requires_grad and id(parameter) not in seen:

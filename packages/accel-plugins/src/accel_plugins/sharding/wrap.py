@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel_ops.modules import model_has_dtensor, without_compiler
+from accel_plugins.sharding.quantised import is_quantised, prepare_quantised
 from accel_plugins.sharding.shards import ShardedStates, gather_full_tensor, group_tied_names, shard_like
 from accel_plugins.sharding.state import strip_wrapper_prefixes
 from accel_plugins.sharding.step import clip_norm, clip_values, one_mesh_per_group
@@ -99,7 +100,8 @@ class ShardedStrategy(Strategy):
 
     `stages` shard a model, and `validators` raise `ValueError` on this rank for one that cannot be sharded.
     Trained parameters are cast to float32 under the mixed precision `master_weights`. Models of ranks other
-    than 0 may be on the meta device if `only_main_has_values`. `prepared` has the sharded models.
+    than 0 may be on the meta device if `only_main_has_values`, and frozen weights quantised if
+    `shards_quantised`. `prepared` has the sharded models.
     """
 
     features = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
@@ -109,7 +111,7 @@ class ShardedStrategy(Strategy):
         self.validators: Sequence[Callable[[nn.Module], None]] = ()
         self.parameters_on = self.runtime.device
         self.master_weights: str | None = None
-        self.only_main_has_values = False
+        self.only_main_has_values = self.shards_quantised = False
         self.prepared: WeakSet[nn.Module] = WeakSet()
         self.states = ShardedStates(self.runtime.device)
 
@@ -220,6 +222,7 @@ class ShardedStrategy(Strategy):
         is_main = self.runtime.topology.is_main
         if self.master_weights is not None and is_main:
             warn_about_master_weights(model, self.master_weights)
+        prepare_quantised(model, self.runtime)
         # 1. Move it to meta, and put placeholders into the optimizers, which frees the memory of parameters.
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         originals = {name: [attributes] for name, attributes in notes_of(model).items()}
@@ -256,12 +259,11 @@ class ShardedStrategy(Strategy):
         may_be_empty = self.only_main_has_values and not self.runtime.topology.is_main
         check_not_lazy(model)
         for name, parameter in model.named_parameters():
-            kind = type(parameter)
-            if kind.__module__.startswith("bitsandbytes."):  # as plain tensors they would lose their scales
+            if is_quantised(parameter) and not self.shards_quantised:
                 raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} is quantised ({kind.__name__} of "
-                    "bitsandbytes) and cannot be sharded. Train the model with DDP, or load it in its own "
-                    "dtype."
+                    f"{type(model).__name__}: the parameter {name!r} is quantised "
+                    f"({type(parameter).__name__} of bitsandbytes) and cannot be sharded over these axes. "
+                    "Train the model with FSDP2 alone or DDP, or load it in its own dtype."
                 )
             if parameter.is_meta and not may_be_empty:
                 raise SettingsError(
