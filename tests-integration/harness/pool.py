@@ -52,7 +52,7 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
     "deepspeed",
-    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
     "accel_plugins.deepspeed.strategy",
     "accel_plugins.fsdp.fsdp1",
     "accel_plugins.fsdp.fsdp2",

@@ -21,7 +21,7 @@ from accel_train import Accelerator
 from harness import cases, distributed
 from harness.cuda_names import cuda_answered_by_cpu
 
-TOKENS, LENGTH, STEPS, SAMPLES = 32, 8, 20, 4
+TOKENS, LENGTH, STEPS, SAMPLES = 32, 8, 8, 4
 
 
 def make_gpt2(**options):

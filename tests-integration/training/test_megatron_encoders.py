@@ -23,7 +23,7 @@ from accel_train import Accelerator
 from harness import distributed
 from harness.cuda_names import cuda_answered_by_cpu
 
-TOKENS, LENGTH, STEPS, SAMPLES = 33, 8, 20, 4
+TOKENS, LENGTH, STEPS, SAMPLES = 33, 8, 8, 4
 
 
 def make_bert(kind, **options):
