@@ -9,6 +9,7 @@ import pytest
 
 from accel_state.libraries import is_installed
 from accel_trackers.registry import VENDORS
+from harness import cases, chosen_params
 from harness.programs import Program, run_programs
 from tracking.library_cases import CASES, OFFLINE
 
@@ -28,23 +29,20 @@ library_cases.check_all()
 INSTALLED = [name for name in CASES if is_installed(name)]
 
 
-ALWAYS_KILLED = {
-    "tensorboard",
-    "wandb",
-}  # one writes by itself, one in a process of its own; others with --all
+ALWAYS_KILLED = {"tensorboard", "wandb"}
+"""One writes by itself, one in a process of its own; the others are killed with --all."""
 
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory, request):
-    """How each library's program ended, and how the checks in it did; all run at the same time."""
-    is_thorough = any(item.get_closest_marker("thorough") for item in request.session.items)
+    """How each library's program ended, and how its chosen checks did; all run at the same time."""
     programs = {}
     for name in INSTALLED:
-        killed = ["library_cases.check_kill"] * (is_thorough or name in ALWAYS_KILLED)
-        changed = ["library_cases.check_changed_config"] * (name == "mlflow")
-        checks = ", ".join([*killed, *changed, "library_cases.check_conformance"])
-        source = PROGRAM.format(folder=str(FOLDER), name=name, checks=checks)
-        programs[name] = Program(source, world_size=1, variables=OFFLINE)
+        chosen = [params["check"] for params in chosen_params(request) if params["name"] == name]
+        if chosen:
+            checks = ", ".join(f"library_cases.{check}" for check in chosen)
+            source = PROGRAM.format(folder=str(FOLDER), name=name, checks=checks)
+            programs[name] = Program(source, world_size=1, variables=OFFLINE)
     if len(INSTALLED) == len(CASES):
         variables = OFFLINE | {"ACCELERATE_USE_CPU": "true"}
         programs["all"] = Program(ALL.format(folder=str(FOLDER)), world_size=1, variables=variables)
@@ -65,24 +63,22 @@ def assert_succeeded(ends, name, check):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("check", ["check_conformance"])
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_what_was_written_is_what_the_library_reads(ends, name):
-    assert_succeeded(ends, name, "check_conformance")
+def test_what_was_written_is_what_the_library_reads(ends, name, check):
+    assert_succeeded(ends, name, check)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in ALWAYS_KILLED else [pytest.mark.thorough])
-        for name in sorted(CASES)
-    ],
-)
-def test_what_was_logged_survives_a_kill_and_the_run_goes_on_under_its_id(ends, name):
-    assert_succeeded(ends, name, "check_kill")
+@pytest.mark.parametrize("check", ["check_kill"])
+@pytest.mark.parametrize("name", cases(sorted(CASES), always=ALWAYS_KILLED))
+def test_what_was_logged_survives_a_kill_and_the_run_goes_on_under_its_id(ends, name, check):
+    assert_succeeded(ends, name, check)
 
 
-def test_a_run_of_mlflow_goes_on_with_another_configuration(ends):
-    assert_succeeded(ends, "mlflow", "check_changed_config")
+@pytest.mark.parametrize("check", ["check_changed_config"])
+@pytest.mark.parametrize("name", ["mlflow"])
+def test_a_run_goes_on_with_another_configuration(ends, name, check):
+    assert_succeeded(ends, name, check)
 
 
 @pytest.mark.skipif(len(INSTALLED) < len(CASES), reason="not every library has a release for this Python")
