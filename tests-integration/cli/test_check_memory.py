@@ -387,12 +387,9 @@ CASES = {
 """Size of the job, ranks, and the script."""
 
 USUAL = (
-    "copies of shards",
     "shards of tensor-parallel layers",
     "experts",
     "stages",
-    "full sequences",
-    "chunks and tiles",
     "tensor-parallel layers",
     "ZeRO-2",
     "Megatron",

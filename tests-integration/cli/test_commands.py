@@ -129,6 +129,7 @@ FILES = {
     "fp8": {"train.py": GOOD.format(layers=2, condition="True"), "run.yaml": CONFIG.format("fp8")},
     "missed": {"train.py": GOOD.format(**MISSED)},
     "fails": {"fails.py": "import accel\n\nraise ValueError('no such thing')\n"},
+    "ends": {"ends.py": "import os, sys; print('bye', file=sys.stderr, flush=True); os._exit(3)"},
     "shared": {"train.py": SHARED},
     "example": {},
 }
@@ -139,6 +140,7 @@ LINES = {
     "fp8": (*JSON, "--config_file", "run.yaml", "--ranks", "1", "train.py"),
     "missed": (*JSON, "--ranks", "0,1", "train.py"),
     "fails": ("--world", "4", "--ranks", "0", "fails.py"),
+    "ends": ("--world", "2", "--timeout", "3600", "--quiet", "ends.py"),
     "shared": ("--world", "2", "--json", "train.py"),
     "example": ("--world", "2", "--ranks", "1", "--json", str(EXAMPLES / "by_feature/checkpointing.py")),
 }
@@ -212,12 +214,9 @@ def test_a_rank_that_never_ends_is_reported(tmp_path):
     assert "it did not end within 6 s (--timeout). Values are made up" in done.stdout
 
 
-def test_a_rank_that_ends_at_once_is_reported(tmp_path):
-    program = "import os, sys; print('bye', file=sys.stderr, flush=True); os._exit(3)"
-    (tmp_path / "ends.py").write_text(program)
-    done = accel("check", "--world", "2", "--timeout", "3600", "--quiet", "ends.py")
-    assert done.returncode == 1
-    assert "it exited with code 3: bye" in done.stdout
+def test_a_rank_that_ends_at_once_is_reported(checked):
+    assert checked["ends"].code == 1
+    assert "it exited with code 3: bye" in checked["ends"].output
 
 
 @pytest.mark.parametrize("name", ["launch", "config", "estimate", "env", "test", "merge", "to_fsdp2", "tpu"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from accel_inspect.doctor.causes import CAUSES, NOTES
+from harness import cases, chosen_params
 from harness.checks import Checked, run_checks
 from harness.doctor_programs import DEFECTS, RIGHT
 
@@ -27,9 +28,6 @@ NEEDS = {
     "megatron_lm_gpt_pretraining": "megatron",
 }
 """Packages that examples import."""
-
-USUAL = ("clipping", "evaluation", "noise in the loop", "resumes where it stopped", "FSDP")
-"""The right scripts that are run with every commit."""
 
 USUAL_DEFECTS = (
     "loader not prepared",
@@ -54,30 +52,12 @@ def run_all(base: Path, programs: Mapping[str, Program]) -> dict[str, Checked]:
     return run_checks(lines, base, {"HF_HOME": str(base / "hf"), "OMP_NUM_THREADS": "1"}, "doctor")
 
 
-def chosen(name: str, *, usual: bool) -> dict[str, Program]:
-    """The programs of a table that are run with every commit, or the others."""
-    programs, always = {"defects": (DEFECTS, USUAL_DEFECTS), "right": (RIGHT, USUAL)}[name]
-    return {key: program for key, program in programs.items() if (key in always) == usual}
-
-
 @pytest.fixture(scope="module")
-def defects(tmp_path_factory):
-    return run_all(tmp_path_factory.mktemp("defects"), chosen("defects", usual=True))
-
-
-@pytest.fixture(scope="module")
-def more_defects(tmp_path_factory):
-    return run_all(tmp_path_factory.mktemp("more"), chosen("defects", usual=False))
-
-
-@pytest.fixture(scope="module")
-def right(tmp_path_factory):
-    return run_all(tmp_path_factory.mktemp("right"), chosen("right", usual=True))
-
-
-@pytest.fixture(scope="module")
-def more_right(tmp_path_factory):
-    return run_all(tmp_path_factory.mktemp("more"), chosen("right", usual=False))
+def diagnosed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
+    """What the command says of each script with a chosen test; all are forked from one process."""
+    asked = {params["name"] for params in chosen_params(request)}
+    programs = {name: program for name, program in {**DEFECTS, **RIGHT}.items() if name in asked}
+    return run_all(tmp_path_factory.mktemp("scripts"), programs)
 
 
 def names(check: Checked, *, differing: bool = True) -> set[str]:
@@ -87,42 +67,23 @@ def names(check: Checked, *, differing: bool = True) -> set[str]:
     return {diagnosis["name"] for diagnosis in diagnoses if diagnosis["differs"] or not differing}
 
 
-def assert_found(check: Checked, name: str) -> None:
-    """Assert that the mistake of a program was found by its name."""
+@pytest.mark.parametrize("name", cases(DEFECTS, always={*USUAL_DEFECTS}))
+def test_a_planted_mistake_is_found_by_its_name(diagnosed, name):
+    check = diagnosed[name]
     assert DEFECTS[name].name in names(check, differing=False), check.errors
     assert check.code == (DEFECTS[name].name not in NOTES)
 
 
-@pytest.mark.parametrize("name", USUAL_DEFECTS)
-def test_a_planted_mistake_is_found_by_its_name(defects, name):
-    assert_found(defects[name], name)
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", chosen("defects", usual=False))
-def test_more_planted_mistakes_are_found_by_their_names(more_defects, name):
-    assert_found(more_defects[name], name)
-
-
-def assert_right(check: Checked) -> None:
-    """Assert that no check found a difference, and that all were made."""
+@pytest.mark.parametrize("name", RIGHT)
+def test_nothing_is_said_against_a_right_script(diagnosed, name):
+    """No check finds a difference, and all are made."""
+    check = diagnosed[name]
     assert names(check) == set(), check.errors
     assert check.code == 0
     assert {"data", "numbers", "clocks", "resume"} <= {
         diagnosis["check"] for diagnosis in json.loads(check.output)["diagnoses"]
     }
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", USUAL)
-def test_nothing_is_said_against_a_right_script(right, name):
-    assert_right(right[name])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", chosen("right", usual=False))
-def test_nothing_is_said_against_more_right_scripts(more_right, name):
-    assert_right(more_right[name])
 
 
 def examples() -> dict[str, tuple[str, ...]]:
@@ -154,8 +115,8 @@ def test_nothing_is_said_against_an_example(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["noise in the loop"])
-def test_random_numbers_of_the_script_are_reported(right, name):
-    assert "numbers-not-compared" in names(right[name], differing=False)
+def test_random_numbers_of_the_script_are_reported(diagnosed, name):
+    assert "numbers-not-compared" in names(diagnosed[name], differing=False)
 
 
 def test_the_page_of_the_command_lists_every_diagnosis():
