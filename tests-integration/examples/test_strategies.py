@@ -21,7 +21,7 @@ from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_state.environ import patch_environment
 from accel_state.settings.file import parse_file
 from accel_state.settings.model import merge_layers, to_environ
-from harness import distributed
+from harness import cases, distributed
 from harness.cuda_names import cuda_answered_by_cpu
 from harness.engines import deepspeed_process
 
@@ -35,6 +35,7 @@ CONFIGS = {
 ENGINES = sorted(name for name in CONFIGS if name.startswith("zero"))
 MEGATRON = sorted(name for name in CONFIGS if name.startswith("megatron"))
 POOLED = {name: count for name, count in CONFIGS.items() if name not in (*ENGINES, *MEGATRON)}
+ON_TWO, ON_FOUR = ([name for name, count in POOLED.items() if count == size] for size in (2, 4))
 
 LOSS = 4.56
 """After 10 steps under every strategy: the data come in the same order, also where a run goes on."""
@@ -78,13 +79,13 @@ def train_and_go_on(config: str, folder: Path) -> None:
             assert loss_of(said) < 4.9, "also with larger batches"
 
 
-@pytest.mark.parametrize("config", [name for name, count in POOLED.items() if count == 2])
+@pytest.mark.parametrize("config", cases(ON_TWO, always={*ON_TWO} - {"bf16"}))
 @distributed(world_size=2)
 def test_a_configuration_trains_the_model(config: str, tmp_path: Path) -> None:
     train_and_go_on(config, tmp_path)
 
 
-@pytest.mark.parametrize("config", [name for name, count in POOLED.items() if count == 4])
+@pytest.mark.parametrize("config", cases(ON_FOUR, always={"fsdp2_tp"}))
 @distributed(world_size=4)
 def test_a_configuration_of_several_axes_trains_the_model(config: str, tmp_path: Path) -> None:
     train_and_go_on(config, tmp_path)

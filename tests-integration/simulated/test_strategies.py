@@ -32,7 +32,7 @@ from checkpoint.test_async import arguments_of
 from conformance.test_fsdp1 import CHECKS as FSDP1_CHECKS
 from conformance.test_fsdp1 import IN_FLOAT32
 from conformance.test_sharded import planned
-from harness import distributed
+from harness import cases, distributed
 from harness.small_llama import make_llama
 from training.device_program import train_and_save
 
@@ -94,7 +94,7 @@ def test_two_stages_of_a_pipeline_conform(tmp_path: Path) -> None:
     check_strategy(subject(tmp_path, pipeline.PipelineStrategy, pp_size=2))
 
 
-@pytest.mark.parametrize("axis", ["hsdp", "tp"])
+@pytest.mark.parametrize("axis", cases(["hsdp", "tp"], always={"hsdp"}))
 @distributed(world_size=4, device="npu")
 def test_four_ranks_of_two_axes_conform(axis: str, tmp_path: Path) -> None:
     if axis == "hsdp":
