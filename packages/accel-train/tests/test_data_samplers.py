@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,8 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
+from accel_train.data import samplers
 from accel_train.data.prepare import prepare_data_loader
-from accel_train.data.samplers import SeedableRandomSampler, innermost_sampler, record_order, replay_order
+from accel_train.data.samplers import (
+    SeedableRandomSampler,
+    innermost_sampler,
+    permute,
+    record_order,
+    replay_order,
+)
 from accel_train.data.shards import BatchSamplerShard, Draw
 
 if TYPE_CHECKING:
@@ -39,6 +46,74 @@ def test_an_epoch_is_that_of_a_random_sampler_seeded_with_seed_and_epoch(
     assert list(sampler.iterate_from(0)) == plain
     assert list(sampler.iterate_from(size // 2)) == plain[size // 2 :]
     assert len(sampler) == len(plain)
+
+
+@given(size=st.integers(1, 3000), key=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=2))
+def test_a_keyed_order_has_every_item_once_wherever_it_is_read(size: int, key: list[int]) -> None:
+    order = permute(np.arange(size), size, key)
+    assert sorted(order.tolist()) == list(range(size))
+    assert np.array_equal(permute(np.arange(size)[size // 2 :], size, key), order[size // 2 :])
+
+
+@pytest.mark.parametrize("size", [24, 64, 100])
+def test_keyed_orders_are_uniform(size: int) -> None:
+    orders = np.stack([permute(np.arange(size), size, [seed, 0]) for seed in range(60 * size)])
+    steps = (orders[:, 1:2] - orders[:, :1]).astype(np.int64) % size  # between two neighbours: 1 to size - 1
+    for drawn, values in ((orders[:, 0], size), (orders[:, size // 2], size), (steps.ravel() - 1, size - 1)):
+        expected = len(drawn) / values
+        chi_square = (
+            (np.bincount(drawn.astype(np.int64), minlength=values) - expected) ** 2 / expected
+        ).sum()
+        degrees = values - 1
+        assert abs(chi_square - degrees) < 4 * (2 * degrees) ** 0.5
+
+
+def test_few_items_come_in_all_their_orders_alike_often() -> None:
+    orders = [tuple(permute(np.arange(4), 4, [seed]).tolist()) for seed in range(4800)]
+    counts = np.array([orders.count(order) for order in set(orders)])
+    assert len(counts) == 24
+    assert ((counts - 200) ** 2 / 200).sum() < 23 + 4 * 46**0.5
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8192])
+def test_a_billion_samples_are_read_from_any_position_on(ranks: int) -> None:
+    size = 10**9
+
+    def batches(index: int, start: int) -> list[list[int]]:
+        plain: Any = BatchSampler(SeedableRandomSampler(range(size), data_seed=3), 4, drop_last=False)
+        shard = BatchSamplerShard(plain, num_processes=ranks, process_index=index)
+        drawn = next(iter(shard.iterate(Draw(start=start))))
+        return [next(drawn), next(drawn)]
+
+    start, last = 900_000_000, ranks - 1
+    order = SeedableRandomSampler(range(size), data_seed=3).iterate_from(start + 4 * last)
+    expected = list(islice(order, 4 * ranks + 4))
+    assert batches(last, start) == [expected[:4], expected[4 * ranks :]]
+
+
+def test_a_keyed_order_continues_in_laps_and_changes_with_the_epoch(monkeypatch) -> None:
+    monkeypatch.setattr(samplers, "KEYED_FROM", 10)
+    monkeypatch.setattr(samplers, "_CHUNK", 3)
+    sampler = SeedableRandomSampler(range(10), data_seed=-5, num_samples=25)
+    first, second = list(sampler), list(sampler)
+    assert first != second
+    assert [sorted(first[:10]), sorted(first[10:20])] == [list(range(10))] * 2
+    assert first[:10] != first[10:20]
+    sampler.set_epoch(0)
+    assert [list(sampler.iterate_from(position)) for position in range(26)] == [first[i:] for i in range(26)]
+    below: Any = RandomSampler(range(9))
+    loader = prepare_data_loader(DataLoader(range(9), sampler=below))
+    assert innermost_sampler(loader.batch_sampler) is below
+
+
+def test_the_generator_of_a_sampler_of_many_seeds_its_order(monkeypatch) -> None:
+    monkeypatch.setattr(samplers, "KEYED_FROM", 10)
+
+    def order(seed: int) -> list[int]:
+        sampler = RandomSampler(range(10), generator=torch.Generator().manual_seed(seed))
+        return [int(item) for item in prepare_data_loader(DataLoader(range(10), sampler=sampler))]
+
+    assert order(1) == order(1) != order(2)
 
 
 def test_asking_for_an_order_does_not_touch_any_generator() -> None:

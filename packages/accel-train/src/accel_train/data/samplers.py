@@ -29,11 +29,54 @@ Torch's samplers draw the same order from the same state of a generator, on any 
 """
 
 
+KEYED_FROM = 1 << 26
+"""Number of samples from which an order is computed where it is read: a list of 10⁹ has 8 GB on each rank."""
+_ROUNDS = 6
+_CHUNK = 8192
+
+
+def permute(positions: np.ndarray[Any, Any], size: int, key: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Return the items at some positions of a random order, in memory and time of these positions alone.
+
+    A Feistel network, whose rounds mix half of the bits as splitmix64 does, permutes the numbers of an even
+    number of bits; results outside the order are permuted again until they are inside ("cycle walking":
+    Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), fewer than four times on average.
+
+    Args:
+        positions: Integers from 0 to `size - 1`, of any shape.
+        size: Length of the order.
+        key: Non-negative integers that determine the order.
+
+    Returns:
+        Integers of type `uint64`, from 0 to `size - 1`: each once if the positions are all.
+
+    Example:
+        >>> sorted(permute(np.arange(5), 5, [0]).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
+    items = positions.astype(np.uint64)
+    walking = np.ones(items.shape, dtype=bool)
+    while walking.any():
+        left, right = items[walking] >> bits, items[walking] & mask
+        for round_key in keys:
+            mixed = right + round_key
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+        items[walking] = (left << bits) | right
+        walking = items >= np.uint64(size)
+    return items
+
+
 class SeedableRandomSampler(RandomSampler):
     """Shuffle in an order that depends only on a seed and the epoch.
 
     The order of epoch `e` is that of a `RandomSampler` with a generator seeded with `seed + e`: the same on
-    every rank, in every process. A complete iteration ends the epoch, unless `set_epoch` is called during it.
+    every rank, in every process. From 2²⁶ samples on, it is that of `permute` instead, which takes no memory,
+    and no time to seek. A complete iteration ends the epoch, unless `set_epoch` is called during it.
 
     Args:
         *args: As for `torch.utils.data.RandomSampler`; `generator` is not used.
@@ -81,6 +124,8 @@ class SeedableRandomSampler(RandomSampler):
 
     def iterate_from(self, position: int) -> Iterator[int]:
         """Yield the indices of the current epoch from a position on; a list of all is never built."""
+        if is_keyed(self):
+            return self._permuted_from(position)
         generator = torch.Generator().manual_seed(self.initial_seed + self.epoch)
         size = len(self.data_source)
         if self.replacement:  # RandomSampler draws in chunks of 32: keep its order
@@ -91,6 +136,19 @@ class SeedableRandomSampler(RandomSampler):
             parts = [torch.randperm(size, generator=generator, device="cpu") for _ in rounds]
         order = torch.cat(parts)[: self.num_samples]
         return chain.from_iterable(part.tolist() for part in order[position:].split(8192))
+
+    def _permuted_from(self, position: int) -> Iterator[int]:
+        size, seed = len(self.data_source), (self.initial_seed + self.epoch) % (1 << 64)
+        while position < self.num_samples:
+            lap, start = divmod(position, size)
+            stop = min(start + _CHUNK, size, start + self.num_samples - position)
+            yield from permute(np.arange(start, stop), size, [seed, lap]).tolist()
+            position += stop - start
+
+
+def is_keyed(sampler: RandomSampler) -> bool:
+    """Return whether the order is one of `permute`: drawn without replacement from 2²⁶ samples or more."""
+    return not sampler.replacement and len(sampler.data_source) >= KEYED_FROM
 
 
 def innermost_sampler(sampler: object) -> object:
@@ -225,7 +283,8 @@ def share_order(
     """Make the sample order the same on all ranks.
 
     Samplers stay the user's objects, whose later changes count; a sampler of torch that has no generator gets
-    one. Only a `RandomSampler` is replaced, by a seedable one, in a copy of torch's own batch sampler.
+    one. Only a `RandomSampler` is replaced, by a seedable one, in a copy of torch's own batch sampler: if
+    asked for, or for an order of `permute`.
 
     Returns:
         The indices; the generators to synchronise, with the one of the sampler; and the seeds of `random`,
@@ -234,8 +293,9 @@ def share_order(
     types = list(rng_types)
     original: Any = innermost_sampler(indices)
     sampler: Any = original
-    if seedable and type(original) is RandomSampler:
-        seeds = [torch.initial_seed() if seed is None else seed]
+    if type(original) is RandomSampler and (seedable or is_keyed(original)):
+        source: Any = torch if seedable else original.generator or torch
+        seeds = [source.initial_seed() if seed is None else seed]
         if num_processes > 1 and seed is None:
             broadcast_object_list(seeds)
         sampler = SeedableRandomSampler(
