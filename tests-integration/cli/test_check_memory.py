@@ -390,6 +390,8 @@ USUAL = (
     "shards of tensor-parallel layers",
     "experts",
     "stages",
+    "full sequences",
+    "chunks and tiles",
     "tensor-parallel layers",
     "ZeRO-2",
     "Megatron",
