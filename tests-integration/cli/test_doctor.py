@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,11 +13,6 @@ from accel_inspect.doctor.causes import CAUSES, NOTES
 from harness import cases, chosen_params
 from harness.checks import Checked, run_checks
 from harness.doctor_programs import DEFECTS, RIGHT
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from harness.doctor_programs import Program
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples"
 
@@ -43,21 +37,18 @@ USUAL_DEFECTS = (
 """The planted mistakes that are run with every commit."""
 
 
-def run_all(base: Path, programs: Mapping[str, Program]) -> dict[str, Checked]:
-    """Run the command on scripts, each in its folder."""
-    for name, program in programs.items():
-        (base / name).mkdir()
-        (base / name / "train.py").write_text(program.source)
-    lines = {name: ("--json", *program.arguments, "train.py") for name, program in programs.items()}
-    return run_checks(lines, base, {"HF_HOME": str(base / "hf"), "OMP_NUM_THREADS": "1"}, "doctor")
-
-
 @pytest.fixture(scope="module")
 def diagnosed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
     """What the command says of each script with a chosen test; all are forked from one process."""
     asked = {params["name"] for params in chosen_params(request)}
-    programs = {name: program for name, program in {**DEFECTS, **RIGHT}.items() if name in asked}
-    return run_all(tmp_path_factory.mktemp("scripts"), programs)
+    base = tmp_path_factory.mktemp("scripts")
+    lines = {}
+    for name, program in {**DEFECTS, **RIGHT}.items():
+        if name in asked:
+            (base / name).mkdir()
+            (base / name / "train.py").write_text(program.source)
+            lines[name] = ("--json", *program.arguments, "train.py")
+    return run_checks(lines, base, {"HF_HOME": str(base / "hf"), "OMP_NUM_THREADS": "1"}, "doctor")
 
 
 def names(check: Checked, *, differing: bool = True) -> set[str]:
