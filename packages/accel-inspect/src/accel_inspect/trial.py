@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import multiprocessing
 import os
 import pkgutil
@@ -11,7 +13,7 @@ import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from multiprocessing import connection
@@ -45,6 +47,9 @@ class RankTask:
         steps: Optimizer steps of each pass over a training loader, for `accel doctor`.
         saves: Whether a checkpoint is written after the first optimizer step.
         blocks: The number of layers that each list of layers is cut to; 0 keeps all.
+        shards: As the last two, what the run on the ranks has recorded: ranks with batches of their own.
+        loaders_at_save: Loaders that were read before the checkpoint was written.
+        saves_within_epoch: Whether the script saves its state while it reads a loader.
     """
 
     script: str
@@ -59,6 +64,9 @@ class RankTask:
     steps: int = 0
     saves: bool = False
     blocks: int = 0
+    shards: int = 1
+    loaders_at_save: int = 0
+    saves_within_epoch: bool = False
 
     @property
     def environment(self) -> dict[str, str]:
@@ -218,6 +226,24 @@ def replace_names(path: str, **patches: Any) -> None:
         if not hasattr(owner, name):
             raise AttributeError(f"{path} has no {name} to replace")
         setattr(owner, name, patch)
+
+
+def wrap_names(path: str, **wrappers: Callable[..., Any]) -> None:
+    """Call existing functions of a module or class through wrappers, which get the function first."""
+    owner = pkgutil.resolve_name(path)
+    for name, wrapper in wrappers.items():
+        declared = inspect.getattr_static(owner, name)
+        call = _wrap(getattr(declared, "__func__", declared), wrapper)
+        is_bound = isinstance(declared, (staticmethod, classmethod))
+        setattr(owner, name, type(declared)(call) if is_bound else call)
+
+
+def _wrap(function: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        return wrapper(function, *args, **options)
+
+    return call
 
 
 def source_line() -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import functools
-import io
 import os
 import shutil
 import tempfile
@@ -12,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_inspect.trial import RankTask, replace_names
+from accel_inspect.trial import RankTask, replace_names, wrap_names
 from accel_state import environ
 from accel_trackers.general import NullTracker
 
@@ -57,39 +54,34 @@ def keep_outputs(task: RankTask) -> RedirectedFiles:
         ("symlink", unchanged, files.written),
     ):
         for name in names.split():
-            redirect(os, name, *redirections)
-    redirect(shutil, "rmtree", files.emptied)
-    open_file, open_descriptor = io.open, os.open
+            redirect("os", name, *redirections)
+    redirect("shutil", "rmtree", files.emptied)
 
-    @functools.wraps(open_file)
-    def open_redirected(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-        return open_file(files.opened(file, mode), mode, *args, **options)
+    def open_file(real: Any, file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        return real(files.opened(file, mode), mode, *args, **options)
 
-    @functools.wraps(open_descriptor)
-    def open_descriptor_redirected(path: Any, flags: int, *args: Any, **options: Any) -> Any:
+    def open_descriptor(real: Any, path: Any, flags: int, *args: Any, **options: Any) -> Any:
         if options.get("dir_fd") is None:
             modes = {os.O_WRONLY: "+", os.O_RDWR: "+", os.O_CREAT: "+", os.O_EXCL: "x", os.O_TRUNC: "w"}
             path = files.opened(path, [mode for flag, mode in modes.items() if flags & flag])
-        return open_descriptor(path, flags, *args, **options)
+        return real(path, flags, *args, **options)
 
-    setattr(builtins, "open", open_redirected)  # noqa: B010 - its type has overloads
-    setattr(io, "open", open_redirected)  # noqa: B010
-    os.open = open_descriptor_redirected
+    for module in ("builtins", "io"):
+        wrap_names(module, open=open_file)
+    wrap_names("os", open=open_descriptor)
     return files
 
 
-def redirect(module: Any, name: str, *redirections: Callable[[Any], Any]) -> None:
+def redirect(module: str, name: str, *redirections: Callable[[Any], Any]) -> None:
     """Replace the first arguments of a function by other paths."""
-    function = getattr(module, name)
 
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
+    def call(real: Any, *args: Any, **options: Any) -> Any:
         if options.get("dir_fd") is None:
             paths = [redirected(path) for redirected, path in zip(redirections, args, strict=False)]
             args = (*paths, *args[len(paths) :])
-        return function(*args, **options)
+        return real(*args, **options)
 
-    setattr(module, name, call)
+    wrap_names(module, **{name: call})
 
 
 def unchanged(argument: Any) -> Any:

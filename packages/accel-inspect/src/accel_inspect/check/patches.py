@@ -5,13 +5,11 @@ Each fake is set into the module that has the real object, before the modules th
 
 from __future__ import annotations
 
-import functools
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -19,17 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader
 
 from accel_inspect.check.pipeline import patch_pipelines
 from accel_inspect.check.recorder import CollectiveRecorder, fake_value, is_fake, nbytes_of
 from accel_inspect.check.strategy import CheckObserver
-from accel_inspect.trial import RankTask, replace_names
+from accel_inspect.trial import RankTask, replace_names, wrap_names
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int, fill_shards
-from accel_plugins.optimizers.matrices import ShardLayout
 from accel_state import collectives
 from accel_state.libraries import BY_NAME
-from accel_state.torch_private import FakeTensor, ShardingPropagator, compute_local_shape_and_global_offset
+from accel_state.torch_private import FakeTensor, ShardingPropagator
 from accel_train import observing
 
 
@@ -39,10 +35,9 @@ def install(recorder: CollectiveRecorder, task: RankTask) -> None:
     _patch_moves(recorder)
     _patch_conversions()
     _patch_sharding(recorder)
-    optimizer: Any = import_module("torch.optim.optimizer")  # which uses foreach kernels on accelerators
-    real_devices = optimizer._get_foreach_kernels_supported_devices
-    optimizer._get_foreach_kernels_supported_devices = lambda: [*real_devices(), "cpu"]
-    optimizer._foreach_supported_types.append(FakeTensor)
+    # As on accelerators, optimizers use foreach kernels.
+    wrap_names("torch.optim.optimizer", _get_foreach_kernels_supported_devices=lambda real: [*real(), "cpu"])
+    pkgutil.resolve_name("torch.optim.optimizer._foreach_supported_types").append(FakeTensor)
     collectives.in_place_of_group = RankAlone(recorder=recorder, rank=task.rank, world_size=task.world)
     replace_names("accel_plugins.parallelism.experts", exchange_counts=_share_experts_evenly)
     patch_pipelines(recorder)
@@ -62,17 +57,17 @@ def _patch_values() -> None:
         return value
 
     def as_array(tensor: Any) -> Any:
-        numpy: Any = import_module("numpy")
+        numpy = sys.modules["numpy"]
         dtype = str(tensor.dtype).removeprefix("torch.").replace("bf", "f")
         return numpy.ones(tuple(tensor.shape), dtype=dtype)
 
-    def replaced(method: Callable[..., Any], make: Callable[[Any], Any]) -> Callable[..., Any]:
-        return lambda self, *args, **options: make(self) if is_fake(self) else method(self, *args, **options)
+    def made_up(make: Callable[[Any], Any]) -> Callable[..., Any]:
+        return lambda real, self, *args, **options: (
+            make(self) if is_fake(self) else real(self, *args, **options)
+        )
 
-    tensor: Any = torch.Tensor
     methods = {"tolist": as_list, "data_ptr": lambda _: 0, "numpy": as_array, "__array__": as_array}
-    for name, make in methods.items():
-        setattr(tensor, name, replaced(getattr(tensor, name), make))
+    wrap_names("torch.Tensor", **{name: made_up(make) for name, make in methods.items()})
 
 
 def _patch_moves(recorder: CollectiveRecorder) -> None:
@@ -80,27 +75,23 @@ def _patch_moves(recorder: CollectiveRecorder) -> None:
 
     A device that is named by a string is likely the device of the run; `cpu()` always means the host.
     """
-    tensor: Any = torch.Tensor
-    to_cpu, to = tensor.cpu, tensor.to
 
-    def cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
-        moved = to_cpu(self, *args, **kwargs)
+    def cpu(real: Any, *args: Any, **options: Any) -> Any:
+        moved = real(*args, **options)
         return recorder.move(moved, to_host=True) if is_fake(moved) else moved
 
-    def to_device(self: Any, *args: Any, **kwargs: Any) -> Any:
-        moved = to(self, *args, **kwargs)
-        names_device = any(isinstance(argument, torch.device) for argument in (*args, *kwargs.values()))
+    def to(real: Any, *args: Any, **options: Any) -> Any:
+        moved = real(*args, **options)
+        names_device = any(isinstance(argument, torch.device) for argument in (*args, *options.values()))
         return recorder.move(moved, to_host=False) if names_device and is_fake(moved) else moved
 
-    tensor.cpu, tensor.to = cpu, to_device
+    wrap_names("torch.Tensor", cpu=cpu, to=to)
 
 
 def _patch_conversions() -> None:
     """Patch `Module.to` and similar methods, which swap fake tensors and fail if others refer to them."""
-    module: Any = torch.nn.Module
-    real = module._apply
 
-    def apply(self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+    def apply(real: Any, self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
         tables = (self._parameters, self._buffers)
         if not all(is_fake(tensor) for table in tables for tensor in table.values() if tensor is not None):
             return real(self, fn, recurse)
@@ -114,7 +105,7 @@ def _patch_conversions() -> None:
                 )
         return self
 
-    module._apply = apply
+    wrap_names("torch.nn.Module", _apply=apply)
 
 
 def _convert(tensor: Any, fn: Callable[[Any], Any]) -> Any:
@@ -134,38 +125,33 @@ def _patch_sharding(recorder: CollectiveRecorder) -> None:
 
     `Module.to` would swap fake tensors in place.
     """
+
+    def on_real(real: Any, *args: Any, **options: Any) -> Any:
+        with recorder.on_real_tensors():
+            return real(*args, **options)
+
+    def unseen(real: Any, *args: Any, **options: Any) -> Any:
+        with recorder.paused():
+            return real(*args, **options)
+
     # The methods of a mesh that read its tensor of ranks; not every torch has all of them.
-    for name in ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "get_coordinate"):
-        if name in vars(DeviceMesh):
-            setattr(DeviceMesh, name, _run_within(recorder.on_real_tensors, vars(DeviceMesh)[name]))
+    reading = ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "get_coordinate")
+    names = [name for name in reading if name in vars(DeviceMesh)]
+    wrap_names("torch.distributed.device_mesh.DeviceMesh", **dict.fromkeys(names, on_real))
     # The places of shards are the values of tensors of ranks and indices.
-    layout_of = _run_within(recorder.on_real_tensors, vars(ShardLayout)["of"])
-    replace_names("accel_plugins.optimizers.matrices.ShardLayout", of=layout_of)
-    on_real = _run_within(recorder.on_real_tensors, compute_local_shape_and_global_offset)
-    replace_names("accel_plugins.sharding.shards", compute_local_shape_and_global_offset=on_real)
+    wrap_names("accel_plugins.optimizers.matrices.ShardLayout", of=on_real)
+    wrap_names("accel_plugins.sharding.shards", compute_local_shape_and_global_offset=on_real)
     # Positions and masks are made up: they do not say what a batch has.
     replace_names(
         "accel_plugins.parallelism.context",
         packs_samples=lambda _: False,
         has_padding_before_tokens=lambda _: False,
     )
-    propagator: Any = ShardingPropagator
     inferring = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta")  # each torch has one of them
-    name = next(name for name in inferring if name in vars(propagator))
-    setattr(propagator, name, _run_within(recorder.paused, vars(propagator)[name]))
+    name = next(name for name in inferring if name in vars(ShardingPropagator))
+    wrap_names("accel_state.torch_private.ShardingPropagator", **{name: unseen})
     # Models that libraries make are not sharded: nothing of DeepSpeed runs here.
     replace_names("accel_plugins.deepspeed.plugin.DeepSpeedPlugin", set_deepspeed_weakref=lambda _: None)
-
-
-def _run_within(context: Callable[[], AbstractContextManager[None]], method: Any) -> Any:
-    real: Callable[..., Any] = getattr(method, "__func__", method)
-
-    @functools.wraps(real)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with context():
-            return real(*args, **kwargs)
-
-    return type(method)(call) if isinstance(method, (staticmethod, classmethod)) else call
 
 
 def _share_experts_evenly(
@@ -205,18 +191,16 @@ class RankAlone(collectives.SingleCollectives):
 
 def _patch_recipes() -> None:
     """Count torchao as on a GPU, and TransformerEngine as bfloat16: it stores what that stores."""
-    choose: Any = pkgutil.resolve_name("accel_plugins.fp8.build.choose_backend")
-    config_of: Any = pkgutil.resolve_name("accel_plugins.fp8.ao.config_of")
 
-    def choose_backend(named: str | None, device: Any, **options: Any) -> Any:
-        return BY_NAME[named] if named == "TE" else choose(named, device, **options)
+    def choose(real: Any, named: str | None, *args: Any, **options: Any) -> Any:
+        return BY_NAME[named] if named == "TE" else real(named, *args, **options)
 
-    def config_without_emulation(handler: Any, *args: Any, **options: Any) -> Any:
-        config = config_of(handler, *args, **options)
+    def without_emulation(real: Any, handler: Any, *args: Any, **options: Any) -> Any:
+        config = real(handler, *args, **options)
         return replace(config, emulate=handler.emulate) if hasattr(config, "emulate") else config
 
-    replace_names("accel_plugins.fp8.build", choose_backend=choose_backend)
-    replace_names("accel_plugins.fp8.ao", config_of=config_without_emulation)
+    wrap_names("accel_plugins.fp8.build", choose_backend=choose)
+    wrap_names("accel_plugins.fp8.ao", config_of=without_emulation)
     replace_names(
         "accel_plugins.fp8.te",
         make_recipe=lambda _: None,
@@ -262,20 +246,15 @@ def _patch_storage(recorder: CollectiveRecorder) -> None:
 
 def _patch_loaders(recorder: CollectiveRecorder, observer: CheckObserver) -> None:
     """Patch loaders: those that are not prepared are read as prepared ones, and all outside of fake mode."""
-    preparing: Any = import_module("accel_train.data.prepare")
-    real_iter, real_prepare = DataLoader.__iter__, preparing.prepare_data_loader
 
-    def iterate(self: Any) -> Iterator[Any]:
-        if recorder.is_on_real_tensors:
-            return real_iter(self)
-        return observer.batches(self, lambda: real_iter(self))
+    def iterate(real: Any, loader: Any) -> Iterator[Any]:
+        return real(loader) if recorder.is_on_real_tensors else observer.batches(loader, lambda: real(loader))
 
-    setattr(DataLoader, "__iter__", iterate)  # noqa: B010 - its declared type is another
-
-    def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
+    def prepare(real: Any, *args: Any, **options: Any) -> Any:
         with recorder.on_real_tensors():
-            loader = real_prepare(*args, **{**kwargs, "dispatch_batches": False})
-            recorder.record_loader(loader, kwargs.get("process_index") or 0)
+            loader = real(*args, **{**options, "dispatch_batches": False})
+            recorder.record_loader(loader, options.get("process_index") or 0)
         return loader
 
-    preparing.prepare_data_loader = prepare_data_loader
+    wrap_names("torch.utils.data.DataLoader", __iter__=iterate)
+    wrap_names("accel_train.data.prepare", prepare_data_loader=prepare)

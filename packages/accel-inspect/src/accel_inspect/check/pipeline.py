@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from accel_inspect.check.recorder import CollectiveRecorder
+from accel_inspect.trial import replace_names, wrap_names
 from accel_plugins.parallelism.sequence import without_exchange
-from accel_plugins.pipeline import state, strategy
 from accel_plugins.pipeline.engine import Pipeline, loss_in
 from accel_plugins.pipeline.stages import Layout, first_tensor
-from accel_plugins.pipeline.state import ModelNames
+from accel_plugins.pipeline.state import ModelNames, PipelineStates
+from accel_plugins.pipeline.strategy import PipelineStrategy
 
 
 def patch_pipelines(recorder: CollectiveRecorder) -> None:
@@ -25,19 +26,14 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
     """
     originals: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()  # of cut models
     copies: WeakKeyDictionary[Pipeline, nn.Module] = WeakKeyDictionary()
-    pipeline: Any = Pipeline
-    of_strategy: Any = strategy
-    of_state: Any = state
-    train, run_stage, cut = pipeline.train, pipeline.run_stage, of_strategy.PipelineStrategy.shard_in_place
-    names_of = ModelNames.of
 
-    def note_names(model: nn.Module, layout: Layout) -> ModelNames:
+    def note_names(real: Any, kind: type[ModelNames], model: nn.Module, layout: Layout) -> ModelNames:
         with recorder.paused():
             originals[model] = copy.deepcopy(model)
-        return names_of(model, layout)
+        return real(kind, model, layout)
 
-    def cut_and_copy(self: strategy.PipelineStrategy, model: nn.Module) -> None:
-        cut(self, model)
+    def cut_and_copy(real: Any, self: PipelineStrategy, model: nn.Module) -> None:
+        real(self, model)
         made = self.pipelines[model]
         policy: Any = None if self.full is None else self.full.plugin.mixed_precision_policy
         with recorder.paused():
@@ -45,31 +41,28 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
             if policy is not None and policy.param_dtype is not None:
                 copies[made].to(policy.param_dtype)
 
-    def within_stage(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with recorder.having(stage=next((made.rank for made in copies), None)):
-                return function(*args, **kwargs)
+    def within_stage(real: Any, *args: Any, **options: Any) -> Any:
+        with recorder.having(stage=next((made.rank for made in copies), None)):
+            return real(*args, **options)
 
-        return call
-
-    def probe(self: Any) -> None:
+    def probe(_: Any, self: Any) -> None:
         with recorder.paused(), recorder.having(is_silent=True), without_exchange():
             _learn_boundaries(self, copies[self])
 
-    def run_schedule(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
+    def run_schedule(real: Any, self: Pipeline, *args: Any, **options: Any) -> Any:
         recorder.record("schedule of the pipeline")
         with recorder.having(stage=self.rank):
-            return train(self, *args, **kwargs)
+            return real(self, *args, **options)
 
-    def run_one_stage(self: Any, stage: Any, received: Tensor | None, index: int) -> Tensor:
-        return run_stage(self, stage, received, min(index, self.micro_batches - 1))  # the index is made up
+    def run_stage(real: Any, self: Pipeline, stage: Any, received: Tensor | None, index: int) -> Tensor:
+        return real(self, stage, received, min(index, self.micro_batches - 1))  # the index is made up
 
-    def evaluate(self: Pipeline, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def evaluate(_: Any, self: Pipeline, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         recorder.record("forward pass of the pipeline")
         with recorder.having(is_silent=True), without_exchange(), torch.no_grad():
             return copies[self].train(self.stages[0].training)(*args, **kwargs)
 
-    def find_owners(self: state.PipelineStates, own: Mapping[Any, Any]) -> dict[Any, tuple[int, Any]]:
+    def find_owners(_: Any, self: PipelineStates, own: Mapping[Any, Any]) -> dict[Any, tuple[int, Any]]:
         states = {key[1]: value for key, value in own.items() if isinstance(key, tuple)}  # of an optimizer
         used = {key[0] if isinstance(key, tuple) else key for key in own}
         model, names = next(item for item in self.models.items() if used & {*item[1].ranks})
@@ -88,14 +81,14 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
                 found[name if key is None else (name, key)] = ranks[0], about
         return found
 
-    pipeline.probe, pipeline.evaluate = probe, evaluate
-    pipeline.train, pipeline.run_stage = run_schedule, run_one_stage
-    of_strategy.PipelineStrategy.shard_in_place = cut_and_copy
-    of_strategy.norm_of = within_stage(of_strategy.norm_of)
-    ModelNames.of = note_names  # pyright: ignore[reportAttributeAccessIssue] - called by the class's name
-    of_state.all_gather_objects = lambda obj, group: [obj] * group.size()
-    of_state.PipelineStates._find_owners = find_owners
-    of_state.gather_full_tensor = within_stage(of_state.gather_full_tensor)
+    engine = {"probe": probe, "evaluate": evaluate, "train": run_schedule, "run_stage": run_stage}
+    wrap_names("accel_plugins.pipeline.engine.Pipeline", **engine)
+    wrap_names("accel_plugins.pipeline.strategy.PipelineStrategy", shard_in_place=cut_and_copy)
+    wrap_names("accel_plugins.pipeline.strategy", norm_of=within_stage)
+    wrap_names("accel_plugins.pipeline.state.ModelNames", of=note_names)
+    wrap_names("accel_plugins.pipeline.state.PipelineStates", _find_owners=find_owners)
+    wrap_names("accel_plugins.pipeline.state", gather_full_tensor=within_stage)
+    replace_names("accel_plugins.pipeline.state", all_gather_objects=lambda obj, group: [obj] * group.size())
 
 
 def _learn_boundaries(pipe: Any, model: nn.Module) -> None:

@@ -6,6 +6,7 @@ import json
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from accel_cli.output import show, working
@@ -43,31 +44,24 @@ def run(options: Namespace) -> int:
 
 def run_all(options: Namespace, world: int, folder: str, variables: Mapping[str, str]) -> Records:
     """Run the script once for each comparison, and return the records by run and rank."""
-    port = free_port()
-    runs = {RANKS: world, ONE: 1, PLAIN: 1}
-    if not options.no_resume:
-        runs[RESUMED] = world
+    runs = {RANKS: world, ONE: 1, PLAIN: 1} | ({} if options.no_resume else {RESUMED: world})
+    task = RankTask(
+        script=options.script,
+        arguments=tuple(options.script_arguments),
+        rank=0,
+        world=world,
+        local_world=world,
+        folder=folder,
+        port=free_port(),
+        steps=options.steps,
+        blocks=options.blocks or 0,
+    )
     late = f"it has not ended: it was stopped after {options.timeout} s (--timeout), or after another rank"
     records: dict[str, list[RunRecord]] = {}
     for run, size in runs.items():
-        tasks = [
-            RankTask(
-                script=options.script,
-                arguments=tuple(options.script_arguments),
-                rank=rank,
-                world=size,
-                local_world=size,
-                folder=folder,
-                run=run,
-                port=port,
-                steps=options.steps,
-                saves=run == RANKS and not options.no_resume,
-                blocks=options.blocks or 0,
-            )
-            for rank in range(size)
-        ]
+        of_run = replace(task, run=run, world=size, local_world=size, saves=run == RANKS and RESUMED in runs)
         left = run_ranks(
-            tasks,
+            [replace(of_run, rank=rank) for rank in range(size)],
             "accel_inspect.doctor.rank_worker",
             variables,
             timeout=options.timeout,
@@ -79,6 +73,12 @@ def run_all(options: Namespace, world: int, folder: str, variables: Mapping[str,
             RunRecord(run=run, rank=rank, stopped=record) if isinstance(record, str) else record
             for rank, record in enumerate(left)
         ]
+        task = replace(
+            task,
+            shards=max(record.shards for record in records[RANKS]),
+            loaders_at_save=max(record.loaders_at_save for record in records[RANKS]),
+            saves_within_epoch=any(record.saves_within_epoch for record in records[RANKS]),
+        )
     return records
 
 

@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, mul
 from typing import Any
 
 from accel_inspect.doctor.causes import Diagnosis
@@ -17,6 +18,7 @@ from accel_inspect.doctor.record import (
     RESUMED,
     Digest,
     LoaderPass,
+    ReadBatch,
     Records,
     RunRecord,
     Step,
@@ -35,27 +37,20 @@ FLOOR = 0.1
 
 def compare(records: Records) -> list[Diagnosis]:
     """Compare the runs. Returns the diagnoses of each check, or one that reports that all is equal."""
-    first = records[RANKS][0]
-    has_stopped = any(record.stopped for record in records[RANKS])
+    ranks = records[RANKS]
+    has_stopped = any(record.stopped for record in ranks)
     diagnoses = [*stops(records)]
     for name, check in CHECKS.items():
         if has_stopped and name not in {"data", "clocks"}:
             continue
-        found = [
-            Diagnosis(kind, text, where, name)
-            for (of_check, kind, where), text in first.found.items()
-            if of_check == name
+        own = [
+            Diagnosis(kind, text, where) for (of, kind, where), text in ranks[0].found.items() if of == name
         ]
-        found += [made._replace(check=name) for made in check(records)]
-        diagnoses += found
-        is_equal = not has_stopped and not any(map(_is_not_equal, found))
-        if is_equal and (text := _equal(name, records)):
-            diagnoses.append(Diagnosis("", text, check=name))
+        found = [*own, *check(records)]
+        if not (found or has_stopped) and (text := _equal(name, records)):
+            found.append(Diagnosis("", text))
+        diagnoses += [made._replace(check=name) for made in found]
     return diagnoses
-
-
-def _is_not_equal(diagnosis: Diagnosis) -> bool:
-    return diagnosis.differs or diagnosis.name == "numbers-not-compared"
 
 
 def _equal(name: str, records: Records) -> str:
@@ -66,16 +61,13 @@ def _equal(name: str, records: Records) -> str:
         return f"{samples} samples in {passes} passes, as on one process"
     if name == "gathered" and first.gathered:
         return f"{first.gathered} calls of gather and gather_for_metrics"
-    is_compared = single is not None and not first.differs_by and not random_numbers(records)
-    if name == "numbers" and first.steps and single is not None and is_compared:
+    if name == "numbers" and first.steps and single is not None and not random_numbers(records):
         what = "losses" if first.losses else "losses, gradients and weights"
         steps, tolerance = comparable_steps(first, single), tolerance_of(first, single)
         return f"{what} of {steps} optimizer steps, to {tolerance:.0e}"
     if name == "clocks" and first.steps:
         return f"{len(first.steps)} optimizer steps and their learning rates"
-    if name == "resume" and RESUMED in records:
-        return "the steps after a checkpoint"
-    return ""
+    return "the steps after a checkpoint" if name == "resume" and RESUMED in records else ""
 
 
 def _one(records: Records, run: str = ONE) -> RunRecord | None:
@@ -83,26 +75,24 @@ def _one(records: Records, run: str = ONE) -> RunRecord | None:
     return next((record for record in records.get(run, ()) if not record.stopped), None)
 
 
-_TITLES = {
-    ONE: "on one process with the batches of all ranks",
-    PLAIN: "on one process",
-    RESUMED: "resumed",
+_STOPPED = {
+    RANKS: ("rank-stopped", "rank {}"),
+    ONE: ("one-process-stopped", "on one process with the batches of all ranks"),
+    PLAIN: ("one-process-stopped", "on one process"),
+    RESUMED: ("resume-stopped", "resumed"),
 }
 
 
 def stops(records: Records) -> Iterator[Diagnosis]:
     """Yield the reasons why scripts stopped early."""
-    failed = {run for run, of_run in records.items() if any(record.stopped for record in of_run)}
-    for run in [run for run in records if run in failed]:
-        stopped = [record for record in records[run] if record.stopped]
-        first = next((record for record in stopped if "has not ended" not in record.stopped), stopped[0])
-        if run == RANKS:
-            name = "unused-parameters" if "finished reduction" in first.stopped else "rank-stopped"
-            yield Diagnosis(name, f"rank {first.rank}: {first.stopped}", check="run")
-        elif run in {ONE, PLAIN}:
-            yield Diagnosis("one-process-stopped", f"{_TITLES[run]}: {first.stopped}", check="run")
-        elif RANKS not in failed:
-            yield Diagnosis("resume-stopped", f"{_TITLES[run]}: {first.stopped}", check="run")
+    stopped = {run: [record for record in of_run if record.stopped] for run, of_run in records.items()}
+    for run, of_run in stopped.items():
+        if of_run and not (run == RESUMED and stopped[RANKS]):
+            first = next((record for record in of_run if "has not ended" not in record.stopped), of_run[0])
+            name, title = _STOPPED[run]
+            if run == RANKS and "finished reduction" in first.stopped:
+                name = "unused-parameters"
+            yield Diagnosis(name, f"{title.format(first.rank)}: {first.stopped}", check="run")
 
 
 # 1. Data.
@@ -140,24 +130,22 @@ def _compare_pass(
     plans = [of_rank.plan for of_rank in passes if of_rank.plan is not None]
     if len(plans) < len(passes):
         return _compare_read(ranks, first, single)
-    lengths = [*map(len, plans)]
-    if len({*lengths}) > 1:
-        return "uneven-batches", f"ranks have {', '.join(map(str, lengths))} batches"
+    if len({*map(len, plans)}) > 1:
+        return "uneven-batches", f"ranks have {', '.join(str(len(plan)) for plan in plans)} batches"
     alone = None if single is None else _pass_of(single, first.loader, first.epoch)
     if alone is None or alone.plan is None:
         return None
-    union = Counter(sample for plan in plans for batch in plan for sample in batch)
-    wanted = Counter(sample for batch in alone.plan for sample in batch)
+    union, wanted = (Counter(chain.from_iterable(plan)) for plan in (chain.from_iterable(plans), alone.plan))
     missing, extra = (wanted - union).total(), (union - wanted).total()
     if missing or extra >= len(ranks):
         return "other-samples-per-rank" if extra else "sharded-twice", (
             f"of {wanted.total()} samples of epoch {first.epoch}, {missing} are read by no rank, "
             f"and {extra} are read too often"
         )
-    if extra or lengths[0] != len(alone.plan):
+    if extra or len(plans[0]) != len(alone.plan):
         return None  # the script has chosen another batch size
     for number, (*together, expected) in enumerate(zip(*plans, alone.plan, strict=True)):
-        if sorted(sample for batch in together for sample in batch) != sorted(expected):
+        if sorted(chain.from_iterable(together)) != sorted(expected):
             text = f"batch {number} of epoch {first.epoch} has different samples than in one process"
             return "order-differs", text
     return None
@@ -171,11 +159,11 @@ def _compare_read(
     read = {ranks[0].batches[backward.batch].loader for backward in ranks[0].backwards if backward.batch >= 0}
     if first.loader not in read or not rows[0]:
         return None
-    if all(of_rank == rows[0] for of_rank in rows[1:]):
+    if rows.count(rows[0]) == len(rows):
         name = "stream-read-in-full" if first.is_prepared else "loader-not-prepared"
         return name, f"all {len(ranks)} ranks read the same {len(rows[0])} rows in epoch {first.epoch}"
     if first.is_prepared and single is not None:
-        union, wanted = Counter(row for of_rank in rows for row in of_rank), Counter(_rows(single, first))
+        union, wanted = Counter(chain.from_iterable(rows)), Counter(_rows(single, first))
         if different := max((wanted - union).total(), (union - wanted).total()):
             text = f"{different} rows of epoch {first.epoch} differ from those of one process"
             return "order-differs", text
@@ -242,18 +230,13 @@ def random_numbers(records: Records) -> str:
 
 def random_samples(records: Records) -> str:
     """Describe a sample that changes each time it is read; empty if there is none."""
-    rows = {key: row for record in records.get(ONE, ()) for key, row in _rows_by_sample(record)}
-    for record in records[RANKS]:
-        for key, row in _rows_by_sample(record):
-            if rows.get(key, row) != row:
-                return f"the dataset returned a different value for sample {key[2]} than on one process"
+    rows: dict[Any, str] = {}
+    for record in (*records.get(ONE, ()), *records[RANKS]):
+        for batch in record.batches:
+            for index, row in zip(batch.indices, batch.rows, strict=False):
+                if rows.setdefault((batch.loader, batch.epoch, index, batch.shape), row) != row:
+                    return f"the dataset returned a different value for sample {index} than on one process"
     return ""
-
-
-def _rows_by_sample(record: RunRecord) -> Iterator[tuple[tuple[Any, ...], str]]:
-    for batch in record.batches:
-        for index, row in zip(batch.indices, batch.rows, strict=False):
-            yield (batch.loader, batch.epoch, index, batch.shape), row
 
 
 def _same_data(ranks: Sequence[RunRecord], single: RunRecord, start: int, stop: int) -> bool:
@@ -262,15 +245,19 @@ def _same_data(ranks: Sequence[RunRecord], single: RunRecord, start: int, stop: 
     for index in range(start, stop):
         if any(index >= len(record.backwards) for record in everyone):
             return False
-        numbers_of_batches = [record.backwards[index].batch for record in everyone]
-        if min(numbers_of_batches) < 0:
+        if any(record.backwards[index].batch < 0 for record in everyone):
             return True
-        batches = [r.batches[number] for r, number in zip(everyone, numbers_of_batches, strict=True)]
+        batches = _read(everyone, index)
         samples_of = attrgetter("indices" if all(batch.indices for batch in batches) else "rows")
-        read = sorted(sample for batch in batches[:-1] for sample in samples_of(batch))
-        if read != sorted(samples_of(batches[-1])):
+        *read, expected = map(samples_of, batches)
+        if sorted(chain.from_iterable(read)) != sorted(expected):
             return False
     return True
+
+
+def _read(ranks: Iterable[RunRecord], index: int) -> list[ReadBatch]:
+    """Return the batches of one backward pass."""
+    return [record.batches[record.backwards[index].batch] for record in ranks]
 
 
 def _compare_step(
@@ -340,30 +327,28 @@ def _first_weight(
 
 def _normalisation(ranks: Sequence[RunRecord], single: RunRecord, index: int) -> str | None:
     """Name the mean by which the losses of ranks give that of one process, if their plain mean does not."""
-    passes, expected = [record.backwards[index] for record in ranks], single.backwards[index]
+    expected = single.backwards[index]
     if expected.items is not None or expected.batch < 0:
         return None
-    gap = abs(_loss(ranks, index) - expected.loss)
-    if gap <= 1e-5 * abs(expected.loss):
+    gap, rounded = abs(_loss(ranks, index) - expected.loss), 1e-6 * abs(expected.loss)
+    if gap <= 10 * rounded:
         return None
-    of_single = single.batches[expected.batch].counts
-    counts = [record.batches[backward.batch].counts for record, backward in zip(ranks, passes, strict=True)]
-    matches: list[str] = []
-    for name in of_single:
-        weights = [of_rank.get(name, 0.0) for of_rank in counts]
-        weighted = math.fsum(weight * one.loss for weight, one in zip(weights, passes, strict=True))
-        mean = weighted / sum(weights) if sum(weights) else math.inf
-        if abs(mean - expected.loss) < 0.02 * gap + 1e-6 * abs(expected.loss):
+    batches, counts = _read(ranks, index), single.batches[expected.batch].counts
+    losses, matches = [record.backwards[index].loss for record in ranks], list[str]()
+    for name in counts:
+        weights = [batch.counts.get(name, 0.0) for batch in batches]
+        mean = math.fsum(map(mul, weights, losses)) / sum(weights) if sum(weights) else math.inf
+        if abs(mean - expected.loss) < 0.02 * gap + rounded:
             matches.append(name)
-    elements = max((count for name, count in of_single.items() if "padding included" in name), default=0.0)
-    masked = [name for name in matches if "padding included" not in name and of_single[name] < elements]
+    elements = max((count for name, count in counts.items() if "padding included" in name), default=0.0)
+    is_masked = any("padding included" not in name and counts[name] < elements for name in matches)
     if not matches:
         return None
-    return "mask-dropped" if _have_other_shapes(ranks, index) and not masked else "mean-of-means"
+    return "mask-dropped" if _have_other_shapes(ranks, index) and not is_masked else "mean-of-means"
 
 
 def _have_other_shapes(ranks: Sequence[RunRecord], index: int) -> bool:
-    return len({record.batches[record.backwards[index].batch].shape for record in ranks}) > 1
+    return len({batch.shape for batch in _read(ranks, index)}) > 1
 
 
 def _have_a_factor(step: Step, expected: Step, tolerance: float) -> bool:
@@ -375,12 +360,13 @@ def _have_a_factor(step: Step, expected: Step, tolerance: float) -> bool:
         if digest and (other := expected.gradients.get(name)) and other.norm > 1e-2 * total
     ]
     factor = pairs[0][0].norm / pairs[0][1].norm if pairs else 1.0
-    scaled = [
+    if not factor or abs(factor - 1) <= tolerance:
+        return False
+    scaled = (
         replace(other, norm=factor * other.norm, values=tuple(factor * value for value in other.values))
         for _, other in pairs
-    ]
-    are_near = (distance(own, other) <= 2 * tolerance for (own, _), other in zip(pairs, scaled, strict=True))
-    return factor != 0 and abs(factor - 1) > tolerance and all(are_near)
+    )
+    return all(distance(own, other) <= 2 * tolerance for (own, _), other in zip(pairs, scaled, strict=True))
 
 
 def first_difference(
@@ -474,10 +460,9 @@ def clocks(records: Records) -> Iterator[Diagnosis]:
     schedules = ranks[0].schedules
     if plain is None or ranks[0].clock == "update" or not schedules or "ReduceLROnPlateau" in schedules:
         return
-    expected = {_samples_before([plain], step): step.rates for step in _steps_of_first_epoch(plain)}
-    for number, step in enumerate(_steps_of_first_epoch(ranks[0]), 1):
-        samples = _samples_before(ranks, step)
-        for rate, other in zip(step.rates, expected.get(samples, ()), strict=False):
+    expected = dict(_rates_by_samples([plain]))
+    for number, (samples, rates) in enumerate(_rates_by_samples(ranks), 1):
+        for rate, other in zip(rates, expected.get(samples, ()), strict=False):
             if relative(rate, other) > 1e-6:
                 text = f"in step {number}, after {samples} samples, the learning rate is {rate:.4g}"
                 name = "schedule-per-process" if any(schedules.values()) else "scheduler-not-prepared"
@@ -485,18 +470,18 @@ def clocks(records: Records) -> Iterator[Diagnosis]:
                 return
 
 
-def _steps_of_first_epoch(record: RunRecord) -> Iterator[Step]:
-    """Yield the steps of the first optimizer before passes end early, after which samples and steps part."""
-    for step in record.steps:
-        batch = record.backwards[step.backwards - 1].batch if step.backwards else -1
-        if step.optimizer == 0 and batch >= 0 and record.batches[batch].epoch == 0:
-            yield step
+def _rates_by_samples(ranks: Sequence[RunRecord]) -> Iterator[tuple[int, tuple[float, ...]]]:
+    """Yield the rates of steps of the first optimizer with how many samples all ranks had seen before.
 
-
-def _samples_before(ranks: Sequence[RunRecord], step: Step) -> int:
-    """Return how many samples all ranks had seen in the steps before."""
-    before = [earlier.backwards for earlier in ranks[0].steps if earlier.backwards < step.backwards]
-    return len(_samples_of(ranks, 0, max(before, default=0)))
+    They end with the first epoch: since passes end early, samples and steps part then.
+    """
+    first, before, seen = ranks[0], 0, 0
+    for step in first.steps:
+        batch = first.backwards[step.backwards - 1].batch if step.backwards else -1
+        if step.backwards > seen:
+            before, seen = seen, step.backwards
+        if step.optimizer == 0 and batch >= 0 and first.batches[batch].epoch == 0:
+            yield len(_samples_of(ranks, 0, before)), step.rates
 
 
 def _samples_of(ranks: Sequence[RunRecord], start: int, stop: int) -> list[Any]:
@@ -515,32 +500,28 @@ def _samples_of(ranks: Sequence[RunRecord], start: int, stop: int) -> list[Any]:
 
 def resume(records: Records) -> Iterator[Diagnosis]:
     """Compare the resumed run with the undisturbed one, from the step after the checkpoint on."""
-    again = records.get(RESUMED, ())
-    if again and records[RANKS][0].steps and not any(record.stopped for record in again):
-        difference = _compare_resumed(records, by_shard(again))
-        if difference is not None:
-            yield Diagnosis(*difference)
-
-
-def _compare_resumed(records: Records, again: Sequence[RunRecord]) -> tuple[str, str] | None:
-    """Name and describe the first difference of a resumed run."""
-    ranks = by_shard(records[RANKS])
-    first, start = ranks[0], ranks[0].steps[0].backwards
+    again, ranks = by_shard(records.get(RESUMED, ())), by_shard(records[RANKS])
+    first = ranks[0]
+    if not again or not first.steps or any(record.stopped for record in records[RESUMED]):
+        return
+    start = first.steps[0].backwards
     later = (step for step in first.steps if step.backwards > start)
     for number, (step, expected) in enumerate(zip(again[0].steps, later, strict=False), 2):
         wanted, samples = _samples_of(ranks, start, expected.backwards), _samples_of(again, 0, step.backwards)
         if sorted(map(str, wanted)) != sorted(map(str, samples)):
             text = f"step {number} has different samples than in the uninterrupted run"
-            return "resume-other-samples", text
+            yield Diagnosis("resume-other-samples", text)
+            return
         if any(relative(*pair) > 1e-6 for pair in zip(step.rates, expected.rates, strict=False)):
             rates = f"{step.rates[0]:.4g}, uninterrupted {expected.rates[0]:.4g}"
-            return "resume-other-rate", f"the learning rate of step {number} is {rates}"
-        if not random_samples(records) and number <= comparable_steps(first, first):
+            yield Diagnosis("resume-other-rate", f"the learning rate of step {number} is {rates}")
+            return
+        if number <= comparable_steps(first, first) and not random_samples(records):
             tolerance = rounding(tolerance_of(first), number - 1)
             name = first_difference(step, expected, first.modules, tolerance, floor=FLOOR)
             if name is not None:
-                return "resume-other-numbers", f"the gradient of {name} differs in step {number}"
-    return None
+                yield Diagnosis("resume-other-numbers", f"the gradient of {name} differs in step {number}")
+                return
 
 
 CHECKS: Mapping[str, Callable[[Records], Iterable[Diagnosis]]] = {

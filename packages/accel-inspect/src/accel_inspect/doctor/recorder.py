@@ -86,11 +86,6 @@ class TrainingRecorder(Observer):
         self.is_reading = self.is_paused = self.has_saved = False
         self.accelerator: Any = None
         self._save_state, self._load_state = Accelerator.save_state, Accelerator.load_state
-        # What the other runs have to know of the run on the ranks.
-        folder = Path(task.folder)
-        self._num_shards, self._checkpoint = folder / "shards", str(folder / "checkpoint")
-        self._loaders_at_save = folder / "loaders-at-save"
-        self._save_within_epoch = folder / "saves-within-epoch"
         self._is_done = False  # the only save or load of this run
         self._loaders: list[Any] = []
         self._optimizers: list[Any] = []
@@ -137,10 +132,8 @@ class TrainingRecorder(Observer):
         record.strategy = strategy.name
         if self.task.run in {RANKS, RESUMED}:
             record.shards, record.shard = sharding.num_shards, sharding.shard_index
-            if self.task.rank == 0:
-                self._num_shards.write_text(str(record.shards))
-        elif self._num_shards.is_file():
-            record.shards = int(self._num_shards.read_text())
+        else:
+            record.shards = self.task.shards
         if self.joins:
             strategy.sharding = BatchSharding(num_shards=record.shards, shard_index=0)
         return strategy
@@ -180,14 +173,13 @@ class TrainingRecorder(Observer):
         if self.joins and shard.num_processes == shards > 1:
             by_rank, reals = [batches], [padded]
             for index in range(1, shards):
-                other = copy(shard)
+                other, replayed = copy(shard), Draw(draw.start, draw.order)
                 other.process_index = index
-                replayed = Draw(draw.start, draw.order)
                 by_rank.append([*chain.from_iterable(iterate(other, replayed))])
                 reals.append(replayed.padded)
             batches, padded = [], {}
             for number, together in enumerate(zip_longest(*by_rank, fillvalue=())):
-                batches.append([sample for batch in together for sample in batch])
+                batches.append([*chain.from_iterable(together)])
                 pairs = zip(reals, together, strict=True)
                 real = sum(of_rank.get(number, len(batch)) for of_rank, batch in pairs)
                 if real != len(batches[number]):
@@ -207,8 +199,7 @@ class TrainingRecorder(Observer):
         """Yield the batches of a pass, and record them."""
         num_known = len(self._loaders)
         number, record = _number(self._loaders, loader), self.record
-        at_save = self._loaders_at_save
-        if number == num_known and at_save.is_file() and number + 1 >= int(at_save.read_text()):
+        if number == num_known and 0 < self.task.loaders_at_save <= number + 1:
             self._resume()
         epoch = sum(of_loader.loader == number for of_loader in record.passes)
         where = source_line()
@@ -264,8 +255,7 @@ class TrainingRecorder(Observer):
     def _save(self) -> None:
         """Write a checkpoint after the first optimizer step of the run on the ranks."""
         if self.task.saves and self.record.steps and self.accelerator is not None and not self._is_done:
-            if self.task.rank == 0:
-                self._loaders_at_save.write_text(str(len(self._loaders)))
+            self.record.loaders_at_save = len(self._loaders)
             self._transfer(self._save_state, restores_position=True)
 
     def _resume(self, *, restores_position: bool = True) -> None:
@@ -280,26 +270,26 @@ class TrainingRecorder(Observer):
             loader.resume_mid_epoch = True
         project = self.accelerator.project_configuration
         with replaced_attributes(project, {"automatic_checkpoint_naming": False}), self.paused():
-            transfer(self.accelerator, self._checkpoint)
+            transfer(self.accelerator, str(Path(self.task.folder) / "checkpoint"))
 
-    def save_state(self, accelerator: Any, output_dir: Any = None, **_: Any) -> str:
+    def save_state(self, real: Any, accelerator: Any, output_dir: Any = None, **options: Any) -> str:
         """Write no checkpoint of the script, from which the next run would resume."""
+        del real, options
         self.has_saved = True
-        if self._open_passes and self.task.run == RANKS:
-            self._save_within_epoch.touch()
+        self.record.saves_within_epoch |= self._open_passes > 0
         accelerator.wait_for_everyone()
         return str(output_dir or accelerator.project_dir)
 
-    def load_state(self, accelerator: Any, *args: Any, **kwargs: Any) -> None:
+    def load_state(self, real: Any, *args: Any, **options: Any) -> None:
         """Load the checkpoint of the run on the ranks where a resumed script loads its own.
 
         The position in the epoch is restored as the script does it, if it saves within an epoch.
         """
         if self.resumes:
-            self._resume(restores_position=not self._save_within_epoch.exists())
+            self._resume(restores_position=not self.task.saves_within_epoch)
         elif not self.has_saved:  # what the script saved in this run is not there
             with self.paused():
-                self._load_state(accelerator, *args, **kwargs)
+                real(*args, **options)
 
     # 4. What is computed.
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from accel_cli.output import Table, show, working
 from accel_inspect.arguments import AXIS_NAMES
 from accel_inspect.estimate.memory import (
+    KINDS,
     MASTER,
     OPTIMIZERS,
     STRATEGIES,
@@ -33,9 +34,6 @@ from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.tiling import chunk_loss, tile_mlps
 from accel_state.errors import SettingsError, UnsupportedError
 
-KINDS = ("parameters", "gradients", "optimizer", "communication", "working")
-"""The kinds of memory in an estimate."""
-
 
 def run(options: Namespace) -> int:
     """Print the memory of a model."""
@@ -45,9 +43,17 @@ def run(options: Namespace) -> int:
             options.model_name, library=options.library_name, trust_remote_code=options.trust_remote_code
         )
         weights = {dtype: weights_in(model, dtype) for dtype in dict.fromkeys(options.dtypes)}
+        share = _share_of_axes(model, options, options.num_devices or 1)
         setup = _training_setup(model, options)
         per_machine = min(options.devices_per_machine, setup.devices)
-        estimates = _estimates(setup)
+        names = [*STRATEGIES][1:]
+        if setup.devices == 1:
+            names = ["one device", "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded"]
+        if setup.optimizer != "adam":  # as DeepSpeed's estimates are
+            names = [name for name in names if not name.startswith("ZeRO")]
+        estimates = [estimate(name, setup) for name in names]
+        if share is not None:
+            estimates.append(estimate_axes(setup, share))
     if options.json:
         show(_as_json(weights, estimates))
         return 0
@@ -68,23 +74,16 @@ def run(options: Namespace) -> int:
 
 
 def _training_setup(model: nn.Module, options: Namespace) -> TrainingSetup:
-    devices = options.num_devices or 1
-    if any(
-        (
-            options.megatron_lm_tp_degree,
-            options.megatron_lm_pp_degree,
-            options.megatron_lm_context_parallel_size,
-        )
-    ):
+    asked = (f"megatron_lm_{degree}" for degree in ("tp_degree", "pp_degree", "context_parallel_size"))
+    if any(getattr(options, name) for name in asked):
         raise UnsupportedError(
             "arguments --megatron_lm_…: the memory of Megatron is not estimated. For PyTorch's own axes of "
             "the same sizes, pass --parallelism_config_tp_size, …_pp_size and …_cp_size."
         )
     setup = TrainingSetup(
         sizes=sizes_of(model),
-        devices=devices,
+        devices=options.num_devices or 1,
         width=4 if options.mixed_precision == "no" else 2,
-        share=_share_of_axes(model, options, devices),
         optimizer=options.optimizer,
     )
     if options.batch_size is None:
@@ -111,16 +110,6 @@ def _share_of_axes(model: nn.Module, options: Namespace, devices: int) -> Device
     config = ParallelismConfig(**sizes)
     config.check_world(devices)
     return max(shares_of(model, config), key=lambda share: share.sizes.parameters + share.experts)
-
-
-def _estimates(setup: TrainingSetup) -> list[Estimate]:
-    names = [*STRATEGIES][1:]
-    if setup.devices == 1:
-        names = ["one device", "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded"]
-    if setup.optimizer != "adam":  # as DeepSpeed's estimates are
-        names = [name for name in names if not name.startswith("ZeRO")]
-    estimates = [estimate(name, setup) for name in names]
-    return estimates if setup.share is None else [*estimates, estimate_axes(setup, setup.share)]
 
 
 _CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")

@@ -90,7 +90,6 @@ class TrainingSetup:
     moments: tuple[MemoryPeak, ...] = ()  # of one micro-batch; by default only its end, with gradients only
     at_once: bool = True  # temporaries of steps are as large as the weights: foreach, as on accelerators
     buckets: Buckets = field(default_factory=Buckets)
-    share: DeviceShare | None = None  # along the axes of a `ParallelismConfig`
     optimizer: str = "adam"  # one of `OPTIMIZERS`; DeepSpeed uses Adam
 
     @property
@@ -151,11 +150,18 @@ def estimate(strategy: str, setup: TrainingSetup) -> Estimate:
         >>> estimate("DDP", setup).device, estimate("FSDP2", setup).parts["optimizer"]
         (24000, 2000)
     """
-    parts, host = (STRATEGIES.get(strategy) or VARIANTS[strategy])(setup)
-    return Estimate(strategy=strategy, parts=parts, host=host)
+    return _named(strategy, (STRATEGIES.get(strategy) or VARIANTS[strategy])(setup))
 
 
-Parts = tuple[dict[str, int], int]
+def _named(strategy: str, parts: Parts) -> Estimate:
+    return Estimate(strategy=strategy, parts=dict(zip(KINDS, parts[0], strict=True)), host=parts[1])
+
+
+KINDS = ("parameters", "gradients", "optimizer", "communication", "working")
+"""The kinds of memory in an estimate."""
+
+Parts = tuple[tuple[int, int, int, int, int], int]
+"""The bytes of each kind on the device, and those on the host."""
 
 
 def _replicated(setup: TrainingSetup, *, buckets: int) -> Parts:
@@ -163,14 +169,8 @@ def _replicated(setup: TrainingSetup, *, buckets: int) -> Parts:
     sizes = setup.sizes
     passes = [(MASTER * peak.gradients, peak.activations + peak.casts) for peak in setup.passes]
     gradients, working = max((*passes, (MASTER * sizes.trainable, setup.step())), key=sum)
-    optimizer, host = setup.state()
-    return {
-        "parameters": MASTER * sizes.parameters + sizes.buffers,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "communication": buckets * MASTER * sizes.trainable,
-        "working": working,
-    }, host
+    (optimizer, host), weights = setup.state(), MASTER * sizes.parameters + sizes.buffers
+    return (weights, gradients, optimizer, buckets * MASTER * sizes.trainable, working), host
 
 
 def estimate_axes(setup: TrainingSetup, share: DeviceShare) -> Estimate:
@@ -191,10 +191,8 @@ def estimate_axes(setup: TrainingSetup, share: DeviceShare) -> Estimate:
     )
     own = replace(setup, sizes=share.sizes, devices=share.shards, moments=moments)
     if share.shards == 1:
-        parts, host = _replicated(own, buckets=0)
-    else:
-        parts, host = _fsdp2(own, keep=False, offload=False, experts=share.experts)
-    return Estimate(strategy=share.name, parts=parts, host=host)
+        return _named(share.name, _replicated(own, buckets=0))
+    return _named(share.name, _fsdp2(own, keep=False, offload=False, experts=share.experts))
 
 
 def _fsdp2(setup: TrainingSetup, *, keep: bool, offload: bool, experts: int = 0) -> Parts:
@@ -223,15 +221,10 @@ def _fsdp2(setup: TrainingSetup, *, keep: bool, offload: bool, experts: int = 0)
     top = max((at(moment) for moment in setup.passes), key=sum)
     stepping = (0, 0, 0) if offload else (MASTER * shard, 0, setup.step(setup.devices))
     gradients, communication, working = max(top, stepping, key=sum)
-    resident = {"parameters": parameters, "optimizer": optimizer}
-    host += sum(resident.values()) + MASTER * shard if offload else 0
-    return {
-        "parameters": (0 if offload else parameters) + sizes.buffers,
-        "gradients": gradients,
-        "optimizer": 0 if offload else optimizer,
-        "communication": communication,
-        "working": working,
-    }, host
+    if offload:
+        host += parameters + optimizer + MASTER * shard
+        parameters = optimizer = 0
+    return (parameters + sizes.buffers, gradients, optimizer, communication, working), host
 
 
 def _reducing(blocks: tuple[int, ...], finished: int) -> int:
@@ -291,17 +284,13 @@ def _zero(
         step = setup.step(setup.devices, flat=True)
         peaks.append((MASTER * shard + gather_buffer, bucket if stage == 3 else 0, step))
     gradients, communication, working = max(peaks, key=sum)
-    on_device = {
-        "parameters": (0 if weights_offloaded else weights) + sizes.buffers,
-        "gradients": gradients,
-        "optimizer": 0 if optimizer_offloaded else optimizer,
-        "communication": communication,
-        "working": working,
-    }
-    host = weights if weights_offloaded else 0
+    host = 0
+    if weights_offloaded:
+        host, weights = weights, 0
     if optimizer_offloaded:
         host += optimizer + MASTER * shard + width * shard + passing
-    return on_device, host
+        optimizer = 0
+    return (weights + sizes.buffers, gradients, optimizer, communication, working), host
 
 
 def _ceil(elements: int, devices: int) -> int:

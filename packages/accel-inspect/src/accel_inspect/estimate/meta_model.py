@@ -27,7 +27,7 @@ from accel_plugins.pipeline.stages import lay_out
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
 from accel_state.files import any_path
 from accel_state.frozen import frozen
-from accel_state.libraries import is_timm_available, is_transformers_available
+from accel_state.libraries import require
 from accel_state.remote import RemotePath
 
 CONFIG = "config.json"
@@ -117,7 +117,7 @@ def _config_on_hub(name: str) -> Path:
         hub: Any = import_module("huggingface_hub")
     except ImportError:
         raise MissingDependencyError(
-            f"no file or folder {name!r}; if it is a model on the hub, install accel-cli[hub]"
+            f"no file or folder {name!r}; if it is a model on the hub, install accel-inspect[hub]"
         ) from None
     try:
         cached = hub.try_to_load_from_cache(name, CONFIG)
@@ -138,11 +138,7 @@ def _config_on_hub(name: str) -> Path:
 
 
 def _transformers(name: str, source: str | Path, content: Mapping[str, Any], trust: bool) -> nn.Module:
-    if not is_transformers_available():
-        raise MissingDependencyError(
-            f"model {name!r} is defined by transformers, which is not installed: install "
-            "accel-cli[transformers]"
-        )
+    require("transformers", f"model {name!r}", install="accel-inspect[transformers]")
     if "auto_map" in content and not trust:
         raise SettingsError(
             f"model {name!r} contains custom code: add --trust_remote_code to run it on this machine."
@@ -164,10 +160,7 @@ def _transformers(name: str, source: str | Path, content: Mapping[str, Any], tru
 
 
 def _timm(name: str, content: Mapping[str, Any]) -> nn.Module:
-    if not is_timm_available():
-        raise MissingDependencyError(
-            f"model {name!r} is defined by timm, which is not installed: install timm"
-        )
+    require("timm", f"model {name!r}", install="accel-inspect[timm]")
     timm: Any = import_module("timm")
     try:
         options = {key: content[key] for key in ("num_classes",) if key in content}

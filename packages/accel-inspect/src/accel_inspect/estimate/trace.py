@@ -7,6 +7,7 @@ and `accel check` a script, whose models may be sharded.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
@@ -268,33 +269,21 @@ def moments_of(
         10010
     """
     precision = contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True) as fakes,
-        _fake_parameters(model),
-        MemoryTracker(fakes) as tracker,
-    ):
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        parameters = {
+            id(parameter): nn.Parameter(
+                torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad
+            )
+            for parameter in model.parameters()
+        }
+    model = copy.deepcopy(model, parameters)  # with the fakes in place of its parameters
+    with fakes, MemoryTracker(fakes) as tracker:
         tracker.add(model)
         with precision:
             held = passes(model)
         (held if isinstance(held, Tensor) else held[0]).backward()
         del held
     return tracker.moments
-
-
-@contextlib.contextmanager
-def _fake_parameters(model: nn.Module) -> Generator[None]:
-    """Replace every parameter by a fake one on the CPU; tied parameters stay tied."""
-    fakes: dict[nn.Parameter, nn.Parameter] = {}
-    for parameter in model.parameters():
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-        fakes[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            table: Any = module._parameters
-            own = {name: parameter for name, parameter in table.items() if parameter is not None}
-            stack.callback(table.update, own)
-            table.update({name: fakes[parameter] for name, parameter in own.items()})
-        yield
 
 
 def storage_key(tensor: Any) -> int:
