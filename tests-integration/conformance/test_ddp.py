@@ -18,7 +18,6 @@ from accel_plugins.kwargs import GradScalerKwargs
 from accel_plugins.precision import build_precision
 from accel_plugins.strategy import BatchSharding, Bundle
 from accel_plugins.testing import STRATEGY_CHECKS, ConformanceError, StrategySubject, check_strategy
-from accel_state.errors import SettingsError
 from accel_state.partial_state import PartialState
 from harness import distributed
 
@@ -187,7 +186,7 @@ def test_a_wrapper_compresses_what_power_sgd_sends(hook):
 @distributed(world_size=2)
 def test_an_option_that_power_sgd_does_not_know_is_refused():
     options = DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option={"rank": 2})
-    with pytest.raises(SettingsError, match=r"comm_state_option=\{'rank': 2\}.*'rank'"):
+    with pytest.raises(TypeError, match="argument 'rank'"):
         wrap(make_matrix(), make_strategy(options))
 
 
