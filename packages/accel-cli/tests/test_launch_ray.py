@@ -29,7 +29,7 @@ def test_a_job_has_a_bundle_for_each_node_which_runs_the_command():
     assert job == {
         "address": "auto",
         "strategy": "STRICT_SPREAD",
-        "bundles": [{"CPU": 8, "GPU": 8}] * 2,
+        "bundles": {"number": 2, "each": {"CPU": 8, "GPU": 8}},
         "max_restarts": 3,
         "command": [
             "accel", "launch", "--launcher=auto", "--tee=3", "--num_machines=2", "--num_processes=16", "--",
@@ -38,7 +38,7 @@ def test_a_job_has_a_bundle_for_each_node_which_runs_the_command():
         "environment": {"ACCELERATE_MIXED_PRECISION": "bf16"},
     }  # fmt: skip
     job = yaml.safe_load(ray.show(plan_of("--num_processes", "2", "--ray_address", "head:6379")))
-    assert (job["bundles"], job["address"]) == ([{"CPU": 2}], "head:6379")
+    assert (job["bundles"], job["address"]) == ({"number": 1, "each": {"CPU": 2}}, "head:6379")
 
 
 def test_a_dry_run_prints_the_job_and_needs_no_ray(tmp_path, monkeypatch, capsys):
@@ -48,7 +48,7 @@ def test_a_dry_run_prints_the_job_and_needs_no_ray(tmp_path, monkeypatch, capsys
     line = ["--launcher", "ray", "--mixed_precision", "bf16", "--nodes", "2", str(tmp_path / "train.py")]
     assert main(["launch", "--dry_run", *line]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
-    assert shown["bundles"] == [{"CPU": 1}, {"CPU": 1}]
+    assert shown["bundles"] == {"number": 2, "each": {"CPU": 1}}
     assert shown["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert main(["launch", "--explain", *line]) == 0
     assert "way: an actor of Ray runs this command on each node" in capsys.readouterr().out

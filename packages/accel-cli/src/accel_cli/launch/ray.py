@@ -66,7 +66,7 @@ def show(plan: LaunchPlan) -> str:
     job = {
         "address": cluster.ray_address,
         "strategy": cluster.ray_strategy,
-        "bundles": bundles(plan),
+        "bundles": {"number": plan.num_machines, "each": bundles(plan)[0]},
         "max_restarts": plan.launch.max_restarts,
         "command": redact_line(["accel", "launch", *node_words(plan)]),
         "environment": to_environ(plan.settings),
