@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -10,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accel_ops.weights.layout import INDEX_SUFFIX, MODEL_NAME
+from accel_ops.weights.layout import INDEX_SUFFIX, MODEL_NAME, SAFE_MODEL_NAME
 from accel_ops.weights.lazy_tensors import LazyTensor
 from accel_state.errors import some_of
 from accel_state.frozen import frozen
@@ -19,6 +18,9 @@ from accel_train.checkpoint import layout
 from accel_train.checkpoint.files import sizes_in
 from accel_train.checkpoint.folder import check, read_manifest
 from accel_train.checkpoint.layout import Manifest
+
+_READ = (SAFE_MODEL_NAME, MODEL_NAME, layout.OPTIMIZER_NAME, layout.MANIFEST_NAME)
+"""How the names of those files and folders of a state begin whose contents are read."""
 
 
 @frozen
@@ -107,9 +109,10 @@ class CheckpointContents:
         lost: list[str] = []
         for name in sizes_in(folder):
             top = PurePosixPath(name).parts[0]
-            if _READ.fullmatch(name) or was_read(top):
+            is_ours = layout.is_of_checkpoint(top)
+            if was_read(top) or top.endswith(INDEX_SUFFIX) or (is_ours and top.startswith(_READ)):
                 continue
-            if name == top and layout.is_of_checkpoint(name):
+            if name == top and is_ours:
                 self.state_files[name] = folder / name
             elif name == top and top.endswith((".json", ".txt", ".model", ".jinja")):
                 self.config_files[name] = folder / name
@@ -154,14 +157,3 @@ def lazy_of(tensor: Tensor) -> LazyTensor:
     return LazyTensor(
         shape=tuple(tensor.shape), dtype=tensor.dtype, read=lambda begin, end: rows[begin:end].clone()
     )
-
-
-_READ = re.compile(
-    rf"""(({layout.FSDP_MODEL_NAME}|{layout.OPTIMIZER_NAME})_\d+(/.*)?
-    |({MODEL_NAME}|{layout.FSDP_MODEL_NAME}|{layout.OPTIMIZER_NAME})(_\d+)?\.bin
-    |model(_\d+)?\.safetensors
-    |(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)
-    |.*{re.escape(INDEX_SUFFIX)}
-    |{re.escape(layout.MANIFEST_NAME)})""",
-    re.VERBOSE,
-)

@@ -62,8 +62,6 @@ def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
 
 
 _GIB = 2**30
-_MEMORY_INTERVAL = 1.0
-"""Seconds between two readings of the allocator's statistics, which take up to 0.1 ms each."""
 
 
 class StepMeter:
@@ -80,8 +78,6 @@ class StepMeter:
         self._waits: dict[int, float] = {}
         self._samples_per_batch: dict[int, int | None] = {}
         self._since: float | None = None
-        self._memory: float | None = None
-        self._memory_read = float("-inf")
         self._steps = 0
         self._restart()
 
@@ -132,12 +128,9 @@ class StepMeter:
         if self._samples:
             values["system/samples_per_second"] = self._samples / elapsed
         values |= {name: items / elapsed for name, items in self._items.items()}
-        if now - self._memory_read > _MEMORY_INTERVAL:
-            self._memory_read = now
-            peak = getattr(self._runtime.kind.module, "max_memory_allocated", None)
-            self._memory = None if peak is None else peak(self._runtime.device) / _GIB
-        if self._memory is not None:
-            values["system/device_memory_gib"] = self._memory
+        peak = getattr(self._runtime.kind.module, "max_memory_allocated", None)
+        if peak is not None:
+            values["system/device_memory_gib"] = peak(self._runtime.device) / _GIB
         monitor = hang_monitor.active()
         if monitor is not None and monitor.sampler is not None:
             values |= monitor.sampler.report

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import logging
 import secrets
 from collections.abc import Sequence
@@ -45,9 +44,11 @@ def make_staging(target: AnyPath) -> AnyPath:
     recover(target)
     nonce = secrets.token_hex(4)
     named = target.absolute()  # "." has neither a name nor a parent
-    with contextlib.suppress(OSError):  # the parent folder may be read-only
-        for path in _stale(named):
-            remove(path)
+    for folder in (named, named.parent):
+        with contextlib.suppress(OSError):  # absent, or read-only
+            for path in folder.iterdir():
+                if _is_stale(path, named):
+                    remove(path)
     staging = target / f"{_SAVING}{nonce}" if target.is_dir() else _beside(target, f"{_SAVING}{nonce}")
     make_folder(staging)
     return staging
@@ -61,12 +62,14 @@ def _beside(target: Path, suffix: str) -> Path:
     return target.with_name(f".{target.name}{suffix}")
 
 
-def _stale(target: Path) -> list[Path]:
-    """Return the folders that processes that died have left of a checkpoint, or of other numbered ones."""
-    numbered = layout.iteration_of(target.name) is not None
-    name = "checkpoint_[0-9]*" if numbered else glob.escape(target.name)
-    beside = (path for end in (_SAVING, _DELETING) for path in target.parent.glob(f".{name}{end}*"))
-    return [*target.glob(f"{_SAVING}*"), *beside]
+def _is_stale(path: Path, target: Path) -> bool:
+    """Return whether a process that died has left a folder, of this checkpoint or of another numbered one."""
+    if path.parent == target:
+        return path.name.startswith(_SAVING)
+    stem, dot, end = path.name.removeprefix(".").rpartition(".")
+    is_ours = path.name.startswith(".") and f"{dot}{end}".startswith((_SAVING, _DELETING))
+    of_number = layout.iteration_of(target.name) is not None and layout.iteration_of(stem) is not None
+    return is_ours and (of_number or stem == target.name)
 
 
 def commit(staging: AnyPath, target: AnyPath, manifest: Manifest, *, to_disk: bool) -> None:

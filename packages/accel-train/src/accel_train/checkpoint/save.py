@@ -447,23 +447,21 @@ _FLUSHES = 8  # files that are flushed at the same time
 def _commit(job: _Job, ranks: Sequence[int], files: dict[str, FileRecord]) -> str:
     """Commit the checkpoint with the files that some ranks have written; return the problem, if any."""
     try:
-        is_remote = isinstance(job.staging, RemotePath)
-        absent = [] if is_remote else sorted(set(files) - set(sizes_in(job.staging)))
-        if absent:
+        # A listing of a store may be late, and has files of an interrupted upload.
+        found = files if isinstance(job.staging, RemotePath) else sizes_in(job.staging)
+        if absent := sorted(files.keys() - found.keys()):
             return (
                 f"rank {job.run.rank} cannot find {absent[0]!r}, which another rank wrote to "
                 f"{str(job.staging)!r}: the hosts do not share this folder."
                 f" Choose a folder that they share, or "
                 "pass ProjectConfiguration(save_on_each_node=True)"
             )
-        unhashed: set[str] = set()
+        unhashed = found.keys() - files.keys()  # those of hooks
         end = f"/{local_metadata_file(job.run.rank)}"
         for name in [name.removesuffix(end) for name in files if name.endswith(end)]:  # folders of shards
             unhashed.add(f"{name}/{INDEX_NAME}")
             for replaced in sharding.folder.write_index(job.staging / name, ranks):
                 del files[f"{name}/{replaced}"]
-        if not is_remote:  # a listing of a store may be late, and has files of an interrupted upload
-            unhashed = set(sizes_in(job.staging)) - set(files)  # those of hooks, too
         for name in sorted(unhashed):
             files[name] = record_of(job.staging / name, to_disk=job.to_disk)
         folder.commit(job.staging, job.target, replace(job.manifest, files=files), to_disk=job.to_disk)

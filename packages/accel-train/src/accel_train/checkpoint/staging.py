@@ -129,7 +129,8 @@ def _tensors_in(tree: Any, seen: set[int]) -> Iterator[Tensor]:
         seen.add(id(tree))  # pyright: ignore[reportUnknownArgumentType]
         values: Any = tree.values() if isinstance(tree, dict) else tree
         for value in values:
-            yield from _tensors_in(value, seen)
+            if isinstance(value, (Tensor, dict, list, tuple)):  # random states are hundreds of numbers
+                yield from _tensors_in(value, seen)
 
 
 def write_weights(state: Mapping[str, Any], sink: SupportsWrite[Any], *, safe: bool) -> None:
