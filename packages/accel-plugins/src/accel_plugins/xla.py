@@ -167,7 +167,7 @@ class SpmdStrategy(Strategy):
                 f"FullyShardedDataParallelPlugin(xla={plugin.xla!r}, xla_fsdp_v2={plugin.xla_fsdp_v2!r}): "
                 f"on XLA devices the compiler shards models. Use {SPMD_PLUGIN}."
             )
-        names = ("mixed_precision_policy", "ignored_modules", "param_init_fn")
+        names = ("mixed_precision_policy", "ignored_modules", "param_init_fn", "float32_modules")
         unsupported = [name for name in names if getattr(plugin, name) is not None]
         if plugin.state_dict_type is not StateDictType.FULL_STATE_DICT:
             unsupported.append(f"state_dict_type={plugin.state_dict_type!r}")

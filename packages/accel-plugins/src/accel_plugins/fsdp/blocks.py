@@ -22,6 +22,7 @@ from accel_ops.modules import get_module_children_bottom_up, unbound_forward
 from accel_ops.weights.tensors import find_tied_parameters
 from accel_state.errors import SettingsError, UnsupportedError, did_you_mean
 from accel_state.libraries import compare_versions
+from accel_state.torch_private import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
@@ -249,6 +250,48 @@ def modules_named(modules: Iterable[nn.Module] | str | None, model: nn.Module) -
             "model.named_modules() lists the names."
         )
     return selected
+
+
+def modules_in_float32(wanted: Iterable[str], model: nn.Module) -> dict[str, list[nn.Module]]:
+    """Return the modules of a model by each pattern: one for full names, or the name of a class."""
+    return {
+        pattern: [
+            module
+            for name, module in model.named_modules()
+            if type(module).__name__ == pattern or re.fullmatch(pattern, name)
+        ]
+        for pattern in wanted
+    }
+
+
+def compute_in_float32(module: nn.Module) -> None:
+    """Let a module compute in float32 in place, also within autocast, whose operations cast its results.
+
+    Without autocast, results are returned in the dtype of the first floating-point input.
+    """
+    forward = unbound_forward(module)
+
+    @wraps(forward)
+    def in_float32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inputs = [value for value in tree_leaves((args, kwargs)) if _is_floating(value)]
+        if not inputs:
+            return forward(self, *args, **kwargs)
+        device = inputs[0].device.type
+        returned = torch.float32 if torch.is_autocast_enabled(device) else inputs[0].dtype
+        args, kwargs = _cast((args, kwargs), torch.float32)
+        with torch.autocast(device, enabled=False):
+            return _cast(forward(self, *args, **kwargs), returned)
+
+    in_float32.__name__ = "forward"  # a method is pickled by its name
+    vars(module)["forward"] = MethodType(in_float32, module)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda value: value.to(dtype) if _is_floating(value) else value, tree)
 
 
 def ensure_weights_retied(

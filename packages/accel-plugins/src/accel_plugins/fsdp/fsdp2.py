@@ -20,8 +20,10 @@ from torch.distributed.fsdp import (
 from accel_plugins.fsdp.blocks import (
     blocks,
     checkpoint_activations,
+    compute_in_float32,
     fsdp2_prepare_auto_wrap_policy,
     has_te_modules,
+    modules_in_float32,
     modules_named,
 )
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
@@ -194,6 +196,16 @@ class FullSharding:
                 for part in model.modules()
                 if _has_statistics(part) and cast("Any", part).affine and id(part) not in known
             ]
+        named = modules_in_float32(plugin.float32_modules or (), model).values()
+        precise = {id(module): module for modules in named for module in modules}.values()
+        if precise:
+            kept = {id(parameter) for module in precise for parameter in module.parameters()}
+            options["mp_policy"] = replace(
+                options["mp_policy"],
+                param_dtype_override_fn=lambda parameter: parameter.dtype if id(parameter) in kept else None,
+            )
+        for module in precise:
+            compute_in_float32(module)
         if self.experts is not None:
             self.experts.fully_shard(model, reshard, **options)
         for unit in (*norms, *inner):
@@ -241,6 +253,7 @@ class FullSharding:
                     "with the reduced gradient, or change the gradients between backward() and step()."
                 )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._check_float32(model, names, None if policy is None else policy.param_dtype)
         seen = {*ignored}
         for unit in blocks(model, fsdp2_prepare_auto_wrap_policy(self.plugin, model), unsharded):
             first: dict[torch.dtype, str] = {}
@@ -256,6 +269,37 @@ class FullSharding:
                     f"{listed}. FSDP2 shards a block in one dtype. Cast them to one dtype, freeze the "
                     "others, or give them separate blocks with auto_wrap_policy."
                 )
+
+    def _check_float32(
+        self, model: nn.Module, names: dict[int, str], param_dtype: torch.dtype | None
+    ) -> None:
+        """Check that the modules to compute in float32 exist, and that their weights will be in float32."""
+        wanted = self.plugin.float32_modules
+        where = f"FullyShardedDataParallelPlugin(float32_modules={wanted!r})"
+        if not wanted:
+            return
+        if is_torch_version("<", "2.15"):
+            raise UnsupportedError(
+                f"{where}: it needs torch 2.15 or newer, and {torch.__version__} is installed."
+            )
+        if param_dtype is None:
+            raise SettingsError(
+                f"{where} has no effect, since the model computes in its own dtype. Set mixed_precision, or "
+                "remove it."
+            )
+        for pattern, modules in modules_in_float32(wanted, model).items():
+            if not modules:
+                raise SettingsError(
+                    f"{where}: {type(model).__name__} has no module whose class or full name is {pattern!r}. "
+                    "model.named_modules() lists the names."
+                )
+            for parameter in (parameter for module in modules for parameter in module.parameters()):
+                dtype = dtype_to_train(parameter) if self.master_weights else parameter.dtype
+                if parameter.is_floating_point() and dtype is not torch.float32:
+                    raise SettingsError(
+                        f"{where}: the parameter {names[id(parameter)]!r} is in {dtype}, and stays so. Load "
+                        "it in float32."
+                    )
 
     @property
     def offload_policy(self) -> OffloadPolicy:

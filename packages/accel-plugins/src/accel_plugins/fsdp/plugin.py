@@ -98,6 +98,8 @@ class FullyShardedDataParallelPlugin:
         mixed_precision_policy: A `MixedPrecision` (version 1) or `MixedPrecisionPolicy` (version 2), or a
             dictionary of its arguments in which dtypes may be names; derived from `mixed_precision` if
             `None`.
+        float32_modules: Version 2: modules that compute in float32 under mixed precision, such as norms,
+            routers and heads: names of their classes, or regular expressions that match their full names.
         auto_wrap_policy: The modules to shard separately: `"transformer_based_wrap"`, `"size_based_wrap"`,
             `"no_wrap"`, or a function (version 1: as for `FullyShardedDataParallel`; else of a module).
         cpu_offload: Whether parameters, gradients and optimizer state are offloaded to the CPU; or a
@@ -156,6 +158,7 @@ class FullyShardedDataParallelPlugin:
     xla: bool | None = None
     xla_fsdp_v2: bool | None = None
     xla_fsdp_grad_ckpt: bool | None = None
+    float32_modules: Iterable[str] | str | None = None
 
     def __post_init__(self) -> None:
         # The launcher exports these from config files and its defaults even if the policy ignores them.
@@ -187,6 +190,11 @@ class FullyShardedDataParallelPlugin:
             "None with fsdp_version=2: materialise the model on rank 0, with cpu_ram_efficient_loading=True"
         )
         expect(self, "param_init_fn", wanted, self.version == 1 or self.param_init_fn is None)
+        wanted = "None with fsdp_version=1"
+        expect(self, "float32_modules", wanted, self.version == 2 or not self.float32_modules)
+        if self.float32_modules is not None:
+            given = self.float32_modules
+            self.float32_modules = [given] if isinstance(given, str) else [*given]
         for name, policy in _POLICY_OF.items():
             if name not in unset and self.auto_wrap_policy != policy:
                 logger.warning("%s has no effect without auto_wrap_policy=%r.", self._field_of(name), policy)
