@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
+from accel_state import platforms
 from accel_train import Accelerator
 from accel_train.checkpoint import files
 from harness.killing import Crowd, Killer, mortal
@@ -28,7 +29,7 @@ def train(folder: str, result: str, moment: int | None, blocking: bool, in_place
     """Train from wherever the last run was, saving every other batch; write the weights at the end."""
     torch.set_num_threads(1)
     if moment is not None:
-        files.os = Killer(moment)
+        files.os = platforms.os = Killer(moment)  # both change the disk
     project = ProjectConfiguration(
         project_dir=folder, automatic_checkpoint_naming=not in_place, total_limit=2
     )
@@ -119,7 +120,7 @@ def overwrite(folder: str, moment: int | None, safe: bool, loads: bool) -> None:
         model.weight.fill_(number)
         registered.weight.fill_(number)
     if moment is not None:
-        files.os = Killer(moment)
+        files.os = platforms.os = Killer(moment)  # both change the disk
     accelerator.save_state(f"{folder}/only", safe_serialization=safe)
     held.write_text(str(number))
 

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from accel_plugins import sequence_parallel_loss
 from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
+from accel_state import platforms
 from accel_train import Accelerator
 from accel_train.checkpoint import files
 from equality.alone import LENGTH, ROWS, batches_of, fresh
@@ -79,7 +80,7 @@ def run(
         optimizer.zero_grad()
         progress.step += 1
         if moment is not None and progress.step == KILLED:
-            files.os = Killer(moment)
+            files.os = platforms.os = Killer(moment)  # both change the disk
         if folder is not None and progress.step in {SAVED, KILLED}:
             accelerator.save_state(flush=False)
         if progress.step == STEPS:
