@@ -57,6 +57,10 @@ SAYS = {
     "pipeline_training": r"epoch 0: loss [34]\.\d+\n.*epoch 3: loss [0-3]\.\d+\n$",
     "profiler": r"Self CPU time total",
     "weights_out": r"^epoch 0: the engine has 1\d\d\d of 1797 right\n.*epoch 2: the engine has 1[5-7]\d\d of",
+    "weight_sync": (
+        r"^epoch 0: 19,220 bytes sent, the engine has 1\d\d\d of 1797 right\n"
+        r".*epoch 3: [1-9],\d\d\d bytes sent, the engine has 1[5-7]\d\d of 1797 right\n$"
+    ),
     "schedule_free": r"epoch 3: 3[2-5]\d of 357 right\n$",
 }
 

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ops.modules import without_compiler
+from accel_plugins.host_copies import buckets_of
 from accel_plugins.kwargs import KwargsHandler, expect, expect_counts, expect_flags
 from accel_plugins.parallelism.config import check_axes
 from accel_plugins.strategy import Bundle, Strategy
@@ -186,6 +187,11 @@ class DdpStrategy(Strategy):
         if options is not None:
             options.register_comm_hook(wrapped)
         return wrapped
+
+    def gradient_buckets(self, models: Sequence[nn.Module]) -> list[Tensor]:
+        inner = [without_compiler(model) for model in models]
+        reducers = [model.reducer for model in inner if isinstance(model, DistributedDataParallel)]
+        return [bucket for reducer in reducers for bucket in buckets_of(reducer)]
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
         with hang_monitor.collective_scope("backward"):

@@ -33,6 +33,7 @@ class FullParameters:
         keep: Whether this rank needs the tensors. Otherwise it only takes part in the collectives.
         is_reduced: Whether only the first rank of every process group needs them.
         selects: Whether a parameter is gathered, by name; the same on all ranks.
+        values: Whether values are needed, and not only dtypes and shapes, of tensors on the meta device.
     """
 
     bucket_bytes: int
@@ -40,6 +41,7 @@ class FullParameters:
     keep: bool = True
     is_reduced: bool = False
     selects: Callable[[str], bool] = lambda _: True
+    values: bool = True
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter is yielded."""
@@ -115,8 +117,15 @@ def iter_gathered(
         request: Their dtype, the size of buckets, and the ranks that need them.
         device: The device on which shards are gathered.
     """
-    for bucket in _fill_buckets(sources, request):
-        yield from _named(bucket, _gather_bucket(bucket, request, device), request)
+    for bucket in fill_buckets(sources, request):
+        if request.values:
+            full = _gather_bucket(bucket, request, device)
+        else:
+            full = [
+                torch.empty(source.shape, dtype=request.dtype_of(source.dtype), device="meta")
+                for source in bucket
+            ]
+        yield from _named(bucket, full, request)
 
 
 def _named(
@@ -127,10 +136,10 @@ def _named(
             yield name, tensor
 
 
-def _fill_buckets(
+def fill_buckets(
     sources: Sequence[ParameterSource], request: FullParameters
 ) -> Iterator[list[ParameterSource]]:
-    """Group consecutive parameters that are sharded over the same groups; full ones join any bucket."""
+    """Yield consecutive parameters that are sharded over the same groups; full ones join any bucket."""
     bucket: list[ParameterSource] = []
     groups: tuple[ProcessGroup, ...] = ()
     size = 0

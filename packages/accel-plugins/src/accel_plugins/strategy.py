@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import field, replace
 from enum import Enum, auto
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from accel_ops.tree import walk
+from accel_plugins.host_copies import HostCopy, StateKind, move_back, move_to_host
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from accel_plugins.precision import PrecisionPolicy
 from accel_plugins.unsharded import States, check_materialised, move_to_device
@@ -47,6 +49,8 @@ class Feature(Enum):
     """Several models can be prepared and trained in one run."""
     NO_SYNC = auto()
     """Gradients can stay local for some backward passes."""
+    OFFLOADED_STATES = auto()
+    """Parameters, gradients and states of optimizers can leave the device and come back."""
     OPTIMIZER_FROM_CONFIGURATION = auto()
     """Placeholders for an optimizer or a schedule are replaced by those that a configuration describes."""
     UNEVEN_INPUTS = auto()
@@ -249,6 +253,7 @@ class Strategy:
         calls_forward: Whether `train_step` calls the model's own `forward`, as it is when models are wrapped.
         generators: Random number generators of the engine, for checkpoints.
         replicas: Groups of processes that train copies of the model, of which any may die.
+        offloaded: The states that `offload_states` has moved to the host, by kind.
         split_sequences: Returns a context in which every rank has a shard of each sequence: called as
             `split_sequences(buffers, buffer_seq_dims, no_restore_buffers)`.
         shard_sequences: Shards the sequences of a batch, where loaders do that.
@@ -287,6 +292,7 @@ class Strategy:
         self.shard_sequences: Callable[[Any], Any] | None = None
         self.after_micro_batch: Callable[[], None] | None = None
         self.after_step: Callable[[], None] | None = None
+        self.offloaded: dict[StateKind, list[HostCopy]] = {}
         self.setup()
 
     def setup(self) -> None:
@@ -360,6 +366,34 @@ class Strategy:
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Remove exactly what `wrap` added; any other module is returned as it is."""
         return model
+
+    # States on the host.
+
+    def offload_states(
+        self, kinds: Iterable[StateKind], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Move states to the host, and free their memory on the device. All tensors stay the same objects.
+
+        Between two steps of training, or between a backward pass and its step.
+
+        Args:
+            kinds: Which states, none of which is in `offloaded`.
+            models: All prepared models.
+            optimizers: All prepared optimizers, without our wrapper.
+        """
+        for kind in kinds:
+            scratch = self.gradient_buckets(models) if kind == "gradients" else ()
+            self.offloaded[kind] = move_to_host(_tensors_of(kind, models, optimizers), scratch)
+
+    def reload_states(self, kinds: Iterable[StateKind]) -> None:
+        """Move states back to the device, bit for bit; `kinds` are in `offloaded`."""
+        for kind in kinds:
+            move_back(self.offloaded.pop(kind))
+
+    def gradient_buckets(self, models: Sequence[nn.Module]) -> Iterable[Tensor]:
+        """Return memory in which gradients are reduced, whose values are not needed after it."""
+        del models
+        return ()
 
     # Steps.
 
@@ -475,3 +509,24 @@ class Strategy:
     def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any], **options: Any) -> Any:
         """Return the schedule that `prepare` returns; `options` are those of `AcceleratedScheduler`."""
         return AcceleratedScheduler(scheduler, [*optimizers], **options)
+
+
+def _tensors_of(
+    kind: StateKind, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> Iterator[Tensor]:
+    """Yield the tensors of states, some more than once."""
+    if kind == "optimizer":
+        for optimizer in optimizers:
+            leaves = (leaf for state in optimizer.state.values() for _, leaf in walk(state))
+            yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    parameters = [
+        *(parameter for model in models for parameter in model.parameters()),
+        *(parameter for group in groups for parameter in group["params"]),
+    ]
+    if kind == "parameters":
+        yield from parameters
+        yield from (buffer for model in models for buffer in model.buffers())
+    else:
+        yield from (parameter.grad for parameter in parameters if parameter.grad is not None)

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from accel_ops.modules import extract_model_from_parallel, without_compiler
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.mapped import release
-from accel_plugins.full_parameters import FullParameters, full_sources, iter_gathered
+from accel_plugins.full_parameters import FullParameters, ParameterSource, full_sources, iter_gathered
 from accel_state.errors import CheckpointError, SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -168,7 +168,15 @@ class States:
             model: Prepared or not.
             request: Their dtype, the size of buckets, and the ranks that need them.
         """
-        return iter_gathered(full_sources(_core(model).state_dict(keep_vars=True)), request)
+        return iter_gathered(self.sources(model), request)
+
+    def sources(self, model: nn.Module) -> Sequence[ParameterSource]:
+        """Return a model's parameters as this rank has them, in the order of `iter_full_parameters`.
+
+        Raises:
+            UnsupportedError: They belong to an engine that has them in another form.
+        """
+        return full_sources(_core(model).state_dict(keep_vars=True))
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         """Load a full state dict, which every rank has, into the wrapped model.

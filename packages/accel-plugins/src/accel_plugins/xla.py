@@ -58,8 +58,9 @@ class XlaStrategy(Strategy):
         # The models whose gradients are averaged, in the same order on all ranks.
         self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._is_local = world_size == 1
+        self.features = PLAIN_FEATURES - {Feature.OFFLOADED_STATES}
         if world_size > 1:
-            self.features = PLAIN_FEATURES - {Feature.UNEVEN_INPUTS}
+            self.features -= {Feature.UNEVEN_INPUTS}
         self.after_micro_batch = self.after_step = own.flush
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
@@ -305,13 +306,14 @@ def _move_sharded(mesh: Any, runtime: Runtime, tensor: Tensor) -> Tensor:
 class SpmdStates(ShardedStates):
     """States of models that the compiler shards: full states are copied to the CPU."""
 
+    sources = States.sources
     load_full_state_dict = States.load_full_state_dict
     load_full_optimizer_state = States.load_full_optimizer_state
 
     def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
         """Copy the parameters to the CPU one by one."""
         parameters = States.iter_full_parameters(self, model, request)
-        return ((name, parameter.cpu()) for name, parameter in parameters)
+        return ((name, parameter.cpu() if request.values else parameter) for name, parameter in parameters)
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Return an allocator of full tensors on the CPU."""

@@ -51,6 +51,7 @@ TITLES = {
     "by_feature/profiler": "Profiling some steps",
     "by_feature/schedule_free": "A schedule-free optimizer",
     "by_feature/tracking": "Tracking an experiment",
+    "by_feature/weight_sync": "Weights that changed, for an inference engine",
     "by_feature/weights_out": "Weights for an inference engine",
     "inference/big_model": "Generating with a model larger than memory",
     "inference/distributed_generation": "Distributed generation",

@@ -21,7 +21,7 @@ from accel_plugins.deepspeed.library import (
     is_sharded,
     plain_masters,
 )
-from accel_plugins.full_parameters import FullParameters, named_parameters_of
+from accel_plugins.full_parameters import FullParameters, ParameterSource, named_parameters_of
 from accel_plugins.sharding.shards import group_tied_names
 from accel_plugins.sharding.state import (
     StateAllocator,
@@ -105,13 +105,29 @@ class DeepSpeedStates(States):
             yield from super().iter_full_parameters(model, request)
             return
         for names, parameter in named_parameters_of(module.state_dict(keep_vars=True)):
-            if any(map(request.selects, names)):
+            if not any(map(request.selects, names)):
+                continue
+            if not request.values:
+                shape, dtype = (
+                    getattr(parameter, "ds_shape", parameter.shape),
+                    request.dtype_of(parameter.dtype),
+                )
+                full = torch.empty(shape, dtype=dtype, device="meta")
+            else:
                 with GatheredParameters([parameter]):
                     full = parameter.detach()
                     if request.keep:
                         full = full.to(request.dtype_of(parameter.dtype), copy=is_sharded(parameter))
-                for name in names if request.keep else ():
-                    yield name, full
+            for name in names if request.keep else ():
+                yield name, full
+
+    def sources(self, model: nn.Module) -> Sequence[ParameterSource]:
+        if self._module_of(model) is not None and any(map(is_sharded, model.parameters())):
+            raise UnsupportedError(
+                "weight_source(track_changes=True) with ZeRO stage 3 of DeepSpeed, whose shards it does not "
+                "compare: use stage 2, or FSDP2."
+            )
+        return super().sources(model)
 
     @torch.no_grad()
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from accel_ops.modules import without_compiler
-from accel_plugins.full_parameters import FullParameters, named_parameters_of
+from accel_plugins.full_parameters import FullParameters, ParameterSource, named_parameters_of
 from accel_plugins.sharding.shards import ShardedStates, gather_full_tensor
 from accel_plugins.sharding.state import (
     ABSENT,
@@ -23,6 +23,7 @@ from accel_plugins.sharding.state import (
     model_variables,
     state_by_index,
 )
+from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -167,6 +168,14 @@ class PipelineStates(ShardedStates):
         for aliases, full in self._iter_all_stages(model, own, request.selects):
             for name in aliases if request.keep else ():
                 yield name, full.to(request.dtype_of(full.dtype))
+
+    def sources(self, model: nn.Module) -> Sequence[ParameterSource]:
+        if without_compiler(model) in self.models:
+            raise UnsupportedError(
+                "weight_source(track_changes=True) with pipeline stages, which have only parts of the model: "
+                "send all weights, or train without pp_size."
+            )
+        return super().sources(model)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         names = self.models.get(without_compiler(model))

@@ -39,7 +39,7 @@ def iter_merged(model: nn.Module, request: FullParameters, iterate: Iterate) -> 
         # 2. Gather the rest, and merge.
         others = replace(request, dtype=None, selects=lambda name: name not in factors)
         for name, tensor in iterate(others):
-            if tensor.is_meta:
+            if tensor.is_meta and request.values:
                 raise UnsupportedError(
                     f"merge_adapters=True: {name!r} is offloaded. Load it into memory, or merge with peft."
                 )

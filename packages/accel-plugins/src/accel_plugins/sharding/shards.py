@@ -234,7 +234,6 @@ class ShardedStates(States):
     # Full states.
 
     def sources(self, model: nn.Module) -> Sequence[ParameterSource]:
-        """Return a model's parameters, `DTensor`s or not, for `iter_gathered`."""
         return [source_of(names, value) for names, value in named_parameters_of(model_variables(model))]
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:

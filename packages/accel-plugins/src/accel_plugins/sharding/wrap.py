@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from accel_plugins.host_copies import StateKind
+
 logger = logging.getLogger(__name__)
 
 _REPLACEMENT = "_accel_replacement"
@@ -114,6 +116,14 @@ class ShardedStrategy(Strategy):
         self.only_main_has_values = self.shards_quantised = False
         self.prepared: WeakSet[nn.Module] = WeakSet()
         self.states = ShardedStates(self.runtime.device)
+
+    def offload_states(
+        self, kinds: Iterable[StateKind], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> None:
+        for module in (part for model in models for part in model.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward pass without a backward pass leaves the root gathered
+        super().offload_states(kinds, models, optimizers)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:

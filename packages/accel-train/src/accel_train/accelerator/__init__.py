@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -25,7 +25,8 @@ from accel_ops.weights.layout import DEFAULT_SHARD_SIZE
 from accel_plugins import sharding
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.fp8.recipe import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs, build_recipe
-from accel_plugins.full_parameters import FullParameters
+from accel_plugins.full_parameters import FullParameters, ParameterSource
+from accel_plugins.host_copies import StateKind
 from accel_plugins.kwargs import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -49,6 +50,7 @@ from accel_plugins.precision import switch_autocast, switch_scaler, with_autocas
 from accel_plugins.registry import as_handlers, find_plugins, with_plugin_fields
 from accel_plugins.strategy import Feature, StrategySpec
 from accel_plugins.unsharded import has_device_map, sync_in_backward, with_offloaded_weights
+from accel_plugins.weight_source import WeightSource
 from accel_state import environ, hang_monitor
 from accel_state.accelerator_state import AcceleratorState, GradientState, is_initialized
 from accel_state.errors import CheckpointError, SettingsError, UnsupportedError
@@ -64,7 +66,7 @@ from accel_state.runtime import current_topology
 from accel_state.settings.model import from_environ
 from accel_trackers.session import OnTrackerError, TrackerSession
 from accel_train import checkpoint
-from accel_train.accelerator import build
+from accel_train.accelerator import build, offload
 from accel_train.accelerator.metrics import gather_real
 from accel_train.accelerator.prepare import prepare_all
 from accel_train.checkpoint.context import CheckpointContext
@@ -595,6 +597,9 @@ class Accelerator(RankMethods):
             True
         """
         self._parts.strategy.release()
+        if self._parts.strategy.offloaded:
+            self._parts.strategy.offloaded.clear()
+            offload.guard(self)
         self._parts.prepared.clear()
         self._parts.synchronizer.step = 0
         self._parts.items.close()
@@ -603,6 +608,51 @@ class Accelerator(RankMethods):
     def clear(self, *objects: Any) -> list[Any]:
         """The same as `free_memory`."""
         return self.free_memory(*objects)
+
+    def offload_states(self, include: Collection[StateKind] | None = None) -> None:
+        """Move states of all prepared objects to pinned host memory, and free their memory on the device.
+
+        An inference engine on the same devices can use it until `reload_states`. All tensors stay the same
+        objects. A save in the background continues. Until states are back, what needs them raises a
+        `RuntimeError`: forward passes and the weights need parameters, a backward pass gradients, too, and an
+        optimizer's step all three. So weights can still be sent while gradients and optimizers are away. A
+        parameter that is read otherwise has no memory. On the CPU no memory is moved.
+
+        Gradients of micro-batches that FSDP2 has not reduced stay on the device.
+
+        Args:
+            include: Any of `"parameters"` (with buffers), `"gradients"` (with the buckets of DDP) and
+                `"optimizer"`; all if `None`. Further calls add to these.
+
+        Raises:
+            SettingsError: `include` has another word.
+            UnsupportedError: The strategy cannot, such as DeepSpeed, Megatron and XLA.
+
+        Example:
+            >>> import torch
+            >>> from accel_train import Accelerator
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+            >>> accelerator.offload_states()
+            >>> model(torch.ones(2))
+            Traceback (most recent call last):
+            RuntimeError: a call of Linear needs states that offload_states() has moved to the host ...
+            >>> accelerator.reload_states()
+            >>> model(torch.ones(2)).shape
+            torch.Size([1])
+        """
+        offload.offload(self, include)
+
+    def reload_states(self, include: Collection[StateKind] | None = None) -> None:
+        """Move states back to the device, bit for bit, without waiting for the copies.
+
+        Args:
+            include: Those to move back, as in `offload_states`; all that are away if `None`.
+
+        Raises:
+            SettingsError: `include` has another word.
+        """
+        offload.reload(self, include)
 
     split_batches: bool = _attribute_of("split_batches", "Whether each batch of a loader is sharded.")
     dispatch_batches: bool | None = _attribute_of(
@@ -1432,35 +1482,115 @@ class Accelerator(RankMethods):
             weight (1, 2) torch.bfloat16
             bias (1,) torch.bfloat16
         """
-        prepared = self._parts.checkpoints.prepared.models
+        return iter(
+            self.weight_source(
+                model,
+                dtype=dtype,
+                bucket_bytes=bucket_bytes,
+                to_main_only=to_main_only,
+                merge_adapters=merge_adapters,
+                names=names,
+            )
+        )
+
+    def weight_source(
+        self,
+        model: nn.Module | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        to_main_only: bool = False,
+        merge_adapters: bool = False,
+        names: Literal["hub", "model"] = "hub",
+        track_changes: bool = False,
+    ) -> WeightSource:
+        """Return a source of the full parameters of a model, which an inference engine gets again and again.
+
+        Its `metadata()` names what will come without reading a weight; each iteration yields the parameters
+        as they are then; `changes()` yields only the elements that changed since the last time.
+
+        Args:
+            model: As in `named_full_parameters`, like the next five.
+            dtype: To which floating-point parameters are converted.
+            bucket_bytes: Size of a bucket in bytes.
+            to_main_only: Yield tensors on the main process alone.
+            merge_adapters: Add LoRA adapters to their weights.
+            names: `"hub"` or `"model"`.
+            track_changes: Keep a copy of what was sent of this rank's shards, in the dtype in which it is
+                sent, in host memory: `changes()` compares with it. A rank whose parameters are not sharded
+                has a copy if it gets tensors.
+
+        Raises:
+            SettingsError, TypeError, UnsupportedError: As of `named_full_parameters`; and for changes of
+                merged adapters, whose weights no rank has, of ZeRO stage 3 and of pipeline stages.
+
+        Example:
+            >>> import torch
+            >>> from accel_train import Accelerator
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+            >>> source = accelerator.weight_source(track_changes=True)
+            >>> [(spec.name, spec.shape) for spec in source.metadata()]
+            [('weight', (1, 2)), ('bias', (1,))]
+            >>> sent = {name: tensor.clone() for name, tensor in source}
+            >>> with torch.no_grad():
+            ...     _ = model.weight[0, 1].fill_(7)
+            >>> [(patch.name, patch.indices, patch.values) for patch in source.changes()]
+            [('weight', tensor([1], dtype=torch.int32), tensor([7.]))]
+        """
+        prepared, states = self._parts.checkpoints.prepared.models, self._parts.strategy.states
         if model is None and len(prepared) != 1:
             raise SettingsError(
                 f"named_full_parameters() needs a model, since {len(prepared)} models are prepared: "
                 "pass one of them."
             )
-        model = prepared[0] if model is None else model
-        _expect_model(model, "named_full_parameters")
+        unwrapped: nn.Module = prepared[0] if model is None else model
+        _expect_model(unwrapped, "named_full_parameters")
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             raise SettingsError(f"bucket_bytes={bucket_bytes!r} is not a positive number of bytes.")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise SettingsError(f"dtype={dtype!r} is not a floating-point dtype such as torch.bfloat16.")
-        request = FullParameters(
-            bucket_bytes=bucket_bytes,
-            dtype=dtype,
-            keep=not to_main_only or self._parts.runtime.topology.is_main,
-            is_reduced=to_main_only,
+        if merge_adapters and track_changes:
+            raise UnsupportedError(
+                "weight_source(merge_adapters=True, track_changes=True): no rank has shards of merged "
+                "weights to compare. Send the adapters alone, or all weights."
+            )
+        if names not in {"hub", "model"}:
+            raise SettingsError(f'names={names!r} is neither "hub" nor "model"')
+        if track_changes:
+            states.sources(unwrapped)  # raises where there are none
+
+        def sources() -> Sequence[ParameterSource]:
+            offload.require(self._parts.strategy, "changes()", {"parameters"})
+            return states.sources(unwrapped)
+
+        def stream(request: FullParameters) -> Iterator[dict[str, Tensor]]:
+            if request.values:
+                offload.require(self._parts.strategy, "an iteration over weights", {"parameters"})
+            iterate = partial(states.iter_full_parameters, unwrapped)
+            if merge_adapters:
+                tensors = sharding.adapters.iter_merged(unwrapped, request, iterate)
+            else:
+                tensors = iterate(request)
+            if not request.values:
+                return ({name: tensor} for name, tensor in tensors)
+            return (
+                {name: with_offloaded_weights({name: tensor}, unwrapped)[name].to(tensor.dtype)}
+                for name, tensor in tensors
+            )
+
+        return WeightSource(
+            stream,
+            partial(_with_hub_names, unwrapped, names, merged=merge_adapters),
+            FullParameters(
+                bucket_bytes=bucket_bytes,
+                dtype=dtype,
+                keep=not to_main_only or self._parts.runtime.topology.is_main,
+                is_reduced=to_main_only,
+            ),
+            sources if track_changes else None,
+            self.device,
         )
-        iterate = partial(self._parts.strategy.states.iter_full_parameters, model)
-        if merge_adapters:
-            tensors = sharding.adapters.iter_merged(model, request, iterate)
-        else:
-            tensors = iterate(request)
-        loaded = (
-            {name: with_offloaded_weights({name: tensor}, model)[name].to(tensor.dtype)}
-            for name, tensor in tensors
-        )
-        named = _with_hub_names(model, names, loaded, merged=merge_adapters)
-        return (item for part in named for item in part.items())
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Gather the full state dict of a model. Call it on every process.

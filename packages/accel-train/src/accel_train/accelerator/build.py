@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,7 @@ class Parts:
         handlers: The kwargs handlers of `Accelerator`, and the plugins, by type.
         meter: Measures the training loop, with `log_system_metrics`.
         preemption: Saves and exits when the job is preempted, with `save_on_preemption`.
+        guard: Refuses what needs states that are on the host.
     """
 
     runtime: Runtime
@@ -126,6 +127,7 @@ class Parts:
     trackers: TrackerSession
     meter: StepMeter | None
     preemption: Preemption | None
+    guard: ExitStack | None = None
 
 
 def merge_plugins(deepspeed_plugins: Any, plugins: Mapping[str, Any]) -> dict[str, Any]:
