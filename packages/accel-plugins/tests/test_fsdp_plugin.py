@@ -21,7 +21,12 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from accel_plugins.fsdp.blocks import blocks, checkpoint_activations, fsdp2_prepare_auto_wrap_policy
+from accel_plugins.fsdp.blocks import (
+    blocks,
+    checkpoint_activations,
+    fsdp2_prepare_auto_wrap_policy,
+    recomputed,
+)
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, disable_fsdp_ram_efficient_loading
 from accel_state.environ import patch_environment, read
 from accel_state.errors import SettingsError
@@ -118,6 +123,16 @@ def test_a_strategy_of_version_1_says_what_version_2_does(given: Any, strategy: 
         ({"cpu_offload": CPUOffload()}, r"expected True, False or a CPUOffloadPolicy"),
         ({"param_init_fn": len}, r"cpu_ram_efficient_loading"),
         ({"activation_checkpointing": "yes"}, r"activation_checkpointing='yes'\): expected True or False"),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_modules": "Layer"},
+            r"activation_checkpointing_modules='Layer'\): expected a list",
+        ),
+        (
+            {"activation_checkpointing_modules": ["Layer"]},
+            r"None, or a list with activation_checkpointing=True",
+        ),
+        ({"activation_checkpointing_every": 2}, r"1, or more with activation_checkpointing=True"),
+        ({"activation_checkpointing": True, "activation_checkpointing_every": 0}, r"every=0"),
         ({"min_num_params": -1, "auto_wrap_policy": "size_based_wrap"}, r"min_num_params=-1"),
         ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, r"sync_module_states"),
     ],
@@ -292,6 +307,59 @@ def test_a_copy_of_a_checkpointed_module_computes_with_its_own_weights(recompute
     assert twin[0].weight.grad is not None
     assert module[0].weight.grad is None
     assert type(pickle.loads(pickle.dumps(module))) is torch.nn.Sequential
+
+
+class Counted(torch.nn.Linear):
+    calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        return super().forward(inputs)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mlp = Counted(2, 2), torch.nn.Sequential(Counted(2, 2))
+
+    def forward(self, inputs):
+        return self.mlp(self.attention(inputs))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, ["0", "1", "2", "3", "4"]),
+        ({"activation_checkpointing_every": 2}, ["0", "2", "4"]),
+        ({"activation_checkpointing_modules": ["Sequential"]}, [f"{i}.mlp" for i in range(5)]),
+        (
+            {"activation_checkpointing_modules": [r".*attention"], "activation_checkpointing_every": 3},
+            ["0.attention", "3.attention"],
+        ),
+    ],
+)
+def test_what_recomputes_its_activations_is_selected_by_name_class_and_number(fields, expected):
+    class Layers(torch.nn.Sequential):
+        pass
+
+    model = Layers(*(Layer() for _ in range(5)))
+    plugin = make(activation_checkpointing=True, **fields)
+    names = {id(module): name for name, module in model.named_modules()}
+    assert [names[id(module)] for module in recomputed(model, plugin, [*model])] == expected
+    for module in recomputed(model, plugin, [*model]):
+        checkpoint_activations(module)
+    output = model(torch.ones(3, 2, requires_grad=True))
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Counted)}
+    assert all(module.calls == 1 for module in linears.values())
+    output.sum().backward()
+    again = [name for name, module in linears.items() if module.calls == 2]
+    assert again == [name for name in linears if any(f"{name}.".startswith(f"{one}.") for one in expected)]
+
+
+def test_a_name_that_selects_nothing_is_named():
+    plugin = make(activation_checkpointing=True, activation_checkpointing_modules=["Layr"])
+    with pytest.raises(SettingsError, match=r"no module of a class 'Layr'.*did you mean 'Layer'"):
+        recomputed(torch.nn.Sequential(Layer()), plugin, [])
 
 
 def test_what_a_launcher_exports_without_a_use_is_not_named(caplog: pytest.LogCaptureFixture):

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from accel_ops.tree import local_part
-from accel_plugins.fsdp.blocks import blocks, checkpoint_activations, fsdp2_prepare_auto_wrap_policy
+from accel_plugins.fsdp.blocks import (
+    blocks,
+    checkpoint_activations,
+    fsdp2_prepare_auto_wrap_policy,
+    recomputed,
+)
 from accel_plugins.sharding.state import strip_wrapper_prefixes
 from accel_plugins.sharding.wrap import load_from_rank0, switch_parameters
 from accel_plugins.strategy import Bundle
@@ -45,15 +50,16 @@ def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Apply activation checkpointing to the blocks of a model, before it is sharded.
 
     Args:
-        accelerator: Its FSDP plugin has the wrap policy.
+        accelerator: Its FSDP plugin has the wrap policy, and selects other modules than blocks if it does.
         model: Changed in place.
 
     Returns:
         The model.
     """
-    policy = fsdp2_prepare_auto_wrap_policy(accelerator.state.fsdp_plugin, model)
-    for block in blocks(model, policy, set())[:-1]:
-        checkpoint_activations(block)
+    plugin = accelerator.state.fsdp_plugin
+    inner = blocks(model, fsdp2_prepare_auto_wrap_policy(plugin, model), set())[:-1]
+    for module in recomputed(model, plugin, inner):
+        checkpoint_activations(module)
     return model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from functools import partial, wraps
@@ -214,6 +214,39 @@ def checkpoint_activations(module: nn.Module, *, recompute: bool = True, offload
 
     checkpointed.__name__ = "forward"  # a method is pickled by its name
     vars(module)["forward"] = MethodType(checkpointed, module)
+
+
+def recomputed(
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, units: Sequence[nn.Module]
+) -> list[nn.Module]:
+    """Return the modules that recompute or offload activations, in the order of the model.
+
+    They are every n-th of those that `activation_checkpointing_modules` selects, or of the `units`.
+
+    Raises:
+        SettingsError: A name selects nothing.
+    """
+    names = plugin.activation_checkpointing_modules
+    selected = {id(unit) for unit in units}
+    if names is not None:
+        of_name = {
+            name: [
+                id(module)
+                for path, module in model.named_modules()
+                if type(module).__name__ == name or re.fullmatch(name, path)
+            ]
+            for name in names
+        }
+        if missing := [name for name, modules in of_name.items() if not modules]:
+            known = {type(module).__name__ for module in model.modules()}
+            hint = did_you_mean(missing[0], known, f"it has {', '.join(sorted(known))}.")
+            raise SettingsError(
+                f"activation_checkpointing_modules={names!r}: {type(model).__name__} has no module of a "
+                f"class {missing[0]!r}, nor one whose full name it matches; {hint}"
+            )
+        selected = {module for modules in of_name.values() for module in modules}
+    in_order = [module for module in model.modules() if id(module) in selected]
+    return in_order[:: plugin.activation_checkpointing_every]
 
 
 def get_parameters_from_modules(

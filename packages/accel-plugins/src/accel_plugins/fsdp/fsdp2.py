@@ -25,6 +25,7 @@ from accel_plugins.fsdp.blocks import (
     has_te_modules,
     modules_in_float32,
     modules_named,
+    recomputed,
 )
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.parallelism.config import Axes, axes_of
@@ -173,9 +174,9 @@ class FullSharding:
                 "recomputed within its autocast, around the whole model; choose an auto_wrap_policy."
             )
         if plugin.activation_checkpointing or plugin.activation_checkpointing_offload:
-            for unit in inner or units:
+            for module in recomputed(model, plugin, inner or units):
                 checkpoint_activations(
-                    unit,
+                    module,
                     recompute=bool(plugin.activation_checkpointing),
                     offload=bool(plugin.activation_checkpointing_offload),
                 )

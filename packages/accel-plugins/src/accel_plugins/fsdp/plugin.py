@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import partial
@@ -51,6 +51,7 @@ _DEFAULTS: dict[str, Any] = {
     "forward_prefetch": False,
     "activation_checkpointing": False,
     "activation_checkpointing_offload": False,
+    "activation_checkpointing_every": 1,
     "cpu_ram_efficient_loading": False,
     "min_num_params": 0,
     "xla": False,
@@ -117,6 +118,9 @@ class FullyShardedDataParallelPlugin:
         forward_prefetch: Whether the next block's parameters are prefetched in the forward pass.
         activation_checkpointing: Whether blocks recompute their activations in the backward pass.
         activation_checkpointing_offload: Whether saved activations are offloaded to the CPU.
+        activation_checkpointing_modules: Version 2: the modules to which these two apply, instead of blocks:
+            names of classes, and regular expressions that match full names.
+        activation_checkpointing_every: Version 2: apply them to every n-th of these modules or blocks only.
         cpu_ram_efficient_loading: Whether only rank 0 loads the weights before `prepare`.
         transformer_cls_names_to_wrap: Names of the classes that `"transformer_based_wrap"` shards; the
             model's `_no_split_modules` if `None`.
@@ -159,6 +163,8 @@ class FullyShardedDataParallelPlugin:
     xla_fsdp_v2: bool | None = None
     xla_fsdp_grad_ckpt: bool | None = None
     float32_modules: Iterable[str] | str | None = None
+    activation_checkpointing_modules: Sequence[str] | None = None
+    activation_checkpointing_every: int | None = None
 
     def __post_init__(self) -> None:
         # The launcher exports these from config files and its defaults even if the policy ignores them.
@@ -171,6 +177,15 @@ class FullyShardedDataParallelPlugin:
             self.transformer_cls_names_to_wrap = [name.strip() for name in names if name.strip()]
         elif self.transformer_cls_names_to_wrap is not None:
             self.transformer_cls_names_to_wrap = [*self.transformer_cls_names_to_wrap]
+        expect_counts(self, "activation_checkpointing_every")
+        names, every = self.activation_checkpointing_modules, self.activation_checkpointing_every
+        is_list = names is None or (isinstance(names, (list, tuple)) and len(names) > 0)
+        expect(self, "activation_checkpointing_modules", "a list of names, or None", is_list)
+        is_used = self.activation_checkpointing or self.activation_checkpointing_offload
+        if not is_used or self.version == 1 or self.xla:
+            wanted = "with activation_checkpointing=True and fsdp_version=2, and without xla"
+            expect(self, "activation_checkpointing_modules", f"None, or a list {wanted}", names is None)
+            expect(self, "activation_checkpointing_every", f"1, or more {wanted}", every == 1)
         self._resolve_sharding()
         self._resolve_policy()
         self.set_cpu_offload()
