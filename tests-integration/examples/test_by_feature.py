@@ -54,6 +54,7 @@ SAYS = {
     ),
     "memory": r"batches of 1024\n.*batches of \d+\ntrained with batches of 1\d\d\n",
     "multi_process_metrics": r"epoch 0: F1 0.\d+ over 357 samples\n.*epoch 3: F1 0.9\d+ over 357 samples\n",
+    "packed_sft": r"epoch 0: loss per byte 4\.\d+ of 11790 .*epoch 2: loss per byte 2\.\d+ of 11790 bytes\n$",
     "pipeline_training": r"epoch 0: loss [34]\.\d+\n.*epoch 3: loss [0-3]\.\d+\n$",
     "profiler": r"Self CPU time total",
     "weights_out": r"^epoch 0: the engine has 1\d\d\d of 1797 right\n.*epoch 2: the engine has 1[5-7]\d\d of",

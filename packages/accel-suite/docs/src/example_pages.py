@@ -47,6 +47,7 @@ TITLES = {
     "by_feature/megatron_lm_gpt_pretraining": "Pretraining GPT-2 with Megatron",
     "by_feature/memory": "A batch size that fits into memory",
     "by_feature/multi_process_metrics": "Metrics over all processes",
+    "by_feature/packed_sft": "Packed fine-tuning with a budget of tokens",
     "by_feature/pipeline_training": "Training a pipeline of processes",
     "by_feature/profiler": "Profiling some steps",
     "by_feature/schedule_free": "A schedule-free optimizer",
