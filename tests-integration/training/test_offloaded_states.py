@@ -1,4 +1,4 @@
-"""States on the host: what needs them is refused until they are back.
+"""States on the host: what needs them is refused until they are back, and DeepSpeed moves its own.
 
 That memory is freed, and that a step gives the same bits, is shown in `simulated/test_offloaded_states.py`.
 """
@@ -11,8 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from accel_state.errors import SettingsError
+from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
+from harness import cases, distributed
+from harness.engines import deepspeed_process
 
 INPUTS = torch.arange(6.0).view(2, 3)
 
@@ -108,3 +111,48 @@ def test_a_model_compiled_in_place_is_refused() -> None:
         model(INPUTS)
     accelerator.reload_states()
     model(INPUTS)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), cases([(1, "no"), (2, "bf16"), (2, "no")], always={(2, "bf16")})
+)
+@distributed(world_size=2)
+def test_deepspeed_moves_its_own(stage: int, precision: Any) -> None:
+    losses: list[list[float]] = []
+    with deepspeed_process():
+        for away in (False, True):
+            plugin = DeepSpeedPlugin(zero_stage=stage)
+            accelerator, model, optimizer = started(deepspeed_plugin=plugin, mixed_precision=precision)
+            found: list[float] = []
+            for _ in range(4):
+                dtype = next(model.parameters()).dtype
+                loss = model(INPUTS.to(dtype)).float().square().mean()
+                accelerator.backward(loss)
+                if away:
+                    with pytest.raises(
+                        UnsupportedError, match=r"between backward\(\) and optimizer.step\(\)"
+                    ):
+                        accelerator.offload_states()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+                if away:
+                    accelerator.offload_states()
+                    with pytest.raises(UnsupportedError, match=r"without \['gradients', 'optimizer'\]"):
+                        accelerator.reload_states(["parameters"])
+                    with pytest.raises(RuntimeError, match="needs states"):
+                        model(INPUTS.to(dtype))
+                    accelerator.reload_states()
+            losses.append(found)
+            accelerator.free_memory()
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@distributed(world_size=2)
+def test_deepspeed_without_such_methods_is_refused(stage: int) -> None:
+    with deepspeed_process():
+        accelerator, _, _ = started(deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
+        wanted = "OFFLOADED_STATES" if stage == 0 else "supported only for DeepSpeed FusedAdam"
+        with pytest.raises(UnsupportedError, match=wanted):
+            accelerator.offload_states()

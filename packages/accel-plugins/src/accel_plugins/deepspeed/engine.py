@@ -29,12 +29,15 @@ class DeepSpeedEngineWrapper:
     Args:
         engine: The engine that `deepspeed.initialize` returned.
         groups: The optimizer's original parameters, group by group.
+
+    Attributes:
+        has_gradients: Whether there are gradients since the last step.
     """
 
     def __init__(self, engine: Any, *, groups: Sequence[Sequence[Tensor]] = ()) -> None:
         self.engine = engine
         self.groups = groups
-        self._has_gradients = False
+        self.has_gradients = False
         self._holds = 0
         self._max_grad_norm: float | None = None
         self._plain_norm: Tensor | None = None
@@ -69,7 +72,7 @@ class DeepSpeedEngineWrapper:
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients and not self._holds)
         with hang_monitor.collective_scope("backward"):
             self.engine.backward(loss, **kwargs)
-        self._has_gradients = True
+        self.has_gradients = True
 
     @contextmanager
     def accumulate_without_step(self) -> Generator[None]:
@@ -136,7 +139,7 @@ class DeepSpeedEngineWrapper:
         Raises:
             UnsupportedError: The gradients were not reduced.
         """
-        if not self._has_gradients:
+        if not self.has_gradients:
             return True
         if not self._is_complete:
             raise UnsupportedError(
@@ -149,12 +152,12 @@ class DeepSpeedEngineWrapper:
         clipping = {} if self._max_grad_norm is None else {"clip_grad": self._max_grad_norm}
         with hang_monitor.collective_scope("step"), replaced_attributes(optimizer, clipping):
             self.engine.step()
-        self._has_gradients, self._max_grad_norm = False, None
+        self.has_gradients, self._max_grad_norm = False, None
         return self.engine.was_step_applied()
 
     def discard(self) -> None:
         """Keep the gradients since the last step, as no public function of DeepSpeed discards them."""
-        if self._has_gradients:
+        if self.has_gradients:
             logger.warning_once(
                 "optimizer.zero_grad() between backward() and optimizer.step() has no effect: DeepSpeed's "
                 "engine keeps its gradients, and the next step uses them."
@@ -173,7 +176,7 @@ class DeepSpeedEngineWrapper:
 
     @property
     def _is_complete(self) -> bool:
-        return self._has_gradients and self.engine.is_gradient_accumulation_boundary()
+        return self.has_gradients and self.engine.is_gradient_accumulation_boundary()
 
     @property
     def _scale(self) -> float:

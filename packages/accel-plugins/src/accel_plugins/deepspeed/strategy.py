@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -38,6 +38,7 @@ from accel_plugins.deepspeed.library import (
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.deepspeed.state import DeepSpeedStates
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.host_copies import StateKind
 from accel_plugins.kwargs import DataLoaderConfiguration, GradientAccumulationPlugin
 from accel_plugins.optimizers.host_adamw import HostAdamW
 from accel_plugins.optimizers.muon import Muon
@@ -80,8 +81,11 @@ class DeepSpeedStrategy(Strategy):
         for each in self.plugins.values():
             each.set_mixed_precision(self.precision.name)
         plugin = self.plugin
-        is_plain = plugin.get_value("zero_optimization.stage", 0) == 0 and plugin.mixed_precision == "no"
+        stage = plugin.get_value("zero_optimization.stage", 0)
+        is_plain = stage == 0 and plugin.mixed_precision == "no"
         features = {Feature.NO_SYNC, Feature.CLIP_GRAD_VALUE} if is_plain else set[Feature]()
+        if stage:
+            features.add(Feature.OFFLOADED_STATES)
         self.features = frozenset({Feature.OPTIMIZER_FROM_CONFIGURATION, *features})
         self.precision = EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type)
         # 2. Shard batches, and sequences. DeepSpeed itself need not know of the latter: all ranks shard the
@@ -233,6 +237,38 @@ class DeepSpeedStrategy(Strategy):
         wrapper, inner = self._wrapper, without_compiler(model)
         is_own = wrapper is not None and inner in {wrapper.engine, wrapper.engine.module}
         return wrapper if is_own else None
+
+    def offload_states(
+        self, kinds: Iterable[StateKind], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Let the engine move its states, which stay on the host if the configuration has them there."""
+        del models, optimizers  # the engine has its own
+        if self.wrapper.has_gradients:
+            raise UnsupportedError(
+                "offload_states() between backward() and optimizer.step(): DeepSpeed's engine would lose the "
+                "gradients. Call it after the step."
+            )
+        enum = ds_module("runtime.zero.offload_config").OffloadStateTypeEnum
+        names: dict[StateKind, list[str]] = {
+            "parameters": ["lp_params"],
+            "gradients": ["lp_grads", "contiguous_grad_buffer"],
+            "optimizer": ["hp_params", "optim_states"],
+        }
+        kinds = [*kinds]
+        include = [enum[name] for kind in kinds for name in names[kind]]
+        try:
+            self.wrapper.engine.offload_states(include, pin_memory=self.runtime.device.type != "cpu")
+        except AssertionError as error:  # raised before it moves anything
+            raise UnsupportedError(f"offload_states() with DeepSpeed: {error}") from error
+        self.offloaded.update({kind: [] for kind in kinds})
+
+    def reload_states(self, kinds: Iterable[StateKind]) -> None:
+        if rest := self.offloaded.keys() - {*kinds}:
+            raise UnsupportedError(
+                f"reload_states() without {sorted(rest)}: DeepSpeed's engine reloads all states at once."
+            )
+        self.wrapper.engine.reload_states()
+        self.offloaded.clear()
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
         """Add the gradients of `loss / accumulation`; with `scale_wrt_gas=False`, of `loss`."""

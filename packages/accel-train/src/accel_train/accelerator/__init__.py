@@ -626,7 +626,8 @@ class Accelerator(RankMethods):
 
         Raises:
             SettingsError: `include` has another word.
-            UnsupportedError: The strategy cannot, such as DeepSpeed, Megatron and XLA.
+            UnsupportedError: The strategy cannot, such as Megatron, XLA and stage 0 of DeepSpeed, whose
+                engine moves its states only after a step.
 
         Example:
             >>> import torch
