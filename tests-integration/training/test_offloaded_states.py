@@ -14,7 +14,7 @@ from torch import nn
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
-from harness import cases, distributed
+from harness import distributed
 from harness.engines import deepspeed_process
 
 INPUTS = torch.arange(6.0).view(2, 3)
@@ -114,7 +114,12 @@ def test_a_model_compiled_in_place_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"), cases([(1, "no"), (2, "bf16"), (2, "no")], always={(2, "bf16")})
+    ("stage", "precision"),
+    [
+        pytest.param(1, "no", marks=pytest.mark.thorough),
+        (2, "bf16"),
+        pytest.param(2, "no", marks=pytest.mark.thorough),
+    ],
 )
 @distributed(world_size=2)
 def test_deepspeed_moves_its_own(stage: int, precision: Any) -> None:

@@ -30,6 +30,7 @@ from accel_plugins.kwargs import (
     ProjectConfiguration,
 )
 from accel_plugins.parallelism.config import ParallelismConfig
+from accel_plugins.weight_source import WeightSource
 from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_state.labels import DistributedType, FP8BackendType, RNGType
 from accel_train.accelerator import Accelerator
@@ -142,6 +143,9 @@ def state(accelerator: Accelerator, model: Linear, hook: Callable[..., None], pa
     assert_type(accelerator.save(model.state_dict(), path, safe_serialization=True), None)
     assert_type(accelerator.get_state_dict(model), dict[str, Any])
     assert_type(accelerator.named_full_parameters(dtype=torch.bfloat16), Iterator[tuple[str, Tensor]])
+    assert_type(accelerator.weight_source(model, track_changes=True), WeightSource)
+    assert_type(accelerator.offload_states(["gradients"]), None)
+    assert_type(accelerator.reload_states(), None)
     assert_type(accelerator.project_configuration, ProjectConfiguration)
     assert_type(accelerator.project_dir, str | Path | None)
     assert_type(accelerator.logging_dir, str | Path | None)

@@ -40,7 +40,7 @@ class CountingStore(dist.Store):
         super().__init__()
         self.asked: Counter[str] = Counter()
 
-    def set(self, *_: str) -> None:
+    def set(self, key: str, value: str) -> None:  # noqa: ARG002
         """Count a write."""
         self.asked["set"] += 1
 

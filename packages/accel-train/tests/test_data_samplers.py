@@ -116,6 +116,37 @@ def test_the_generator_of_a_sampler_of_many_seeds_its_order(monkeypatch) -> None
     assert order(1) == order(1) != order(2)
 
 
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_a_position_in_an_order_of_torch_is_refused_where_the_order_is_keyed(monkeypatch, generator) -> None:
+    """As by a run that was saved before orders of many samples were keyed."""
+
+    def loader() -> Any:
+        sampler = RandomSampler(range(10), generator=generator)
+        return prepare_data_loader(DataLoader(range(10), sampler=sampler, batch_size=2))
+
+    saved = loader()
+    batches = iter(saved)
+    next(batches)
+    state = saved.state_dict()
+    monkeypatch.setattr(samplers, "KEYED_FROM", 10)
+    other = loader()
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match="belongs to a sampler with a"):
+        next(iter(other))
+
+
+def test_a_seed_for_a_keyed_order_has_an_effect(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(samplers, "KEYED_FROM", 10)
+    first, other = (
+        [int(item) for item in prepare_data_loader(DataLoader(range(10), shuffle=True), data_seed=seed)]
+        for seed in (1, 2)
+    )
+    assert first != other
+    assert "data_seed" not in caplog.text
+    prepare_data_loader(DataLoader(range(9), shuffle=True), data_seed=1)
+    assert "data_seed has no effect" in caplog.text
+
+
 def test_asking_for_an_order_does_not_touch_any_generator() -> None:
     generator = torch.Generator().manual_seed(4)
     sampler = SeedableRandomSampler(range(10), generator=generator)

@@ -127,7 +127,7 @@ class WeightSource:
             yield from part.items()
         for source in self._sources() if self._sources is not None else ():
             if self._is_compared(source):
-                self._sent[source.names[0]] = self._own(source)[1].cpu()
+                self._sent[source.names[0]] = self._own(source)[1].to("cpu", copy=True)
         self.version += 1
 
     @torch.no_grad()
@@ -222,7 +222,7 @@ def _patch(name: str, value: Tensor, changed: Tensor, version: int) -> WeightPat
     indices = indices.to(torch.int32 if changed.numel() <= 2**31 else torch.int64)
     checksum = zlib.crc32(f"{name} {version}".encode())
     for tensor in (indices, values):
-        checksum = zlib.crc32(tensor.cpu().view(torch.uint8).numpy(), checksum)
+        checksum = zlib.crc32(tensor.cpu().view(torch.uint8).numpy().data, checksum)
     shape = tuple(changed.shape)
     return WeightPatch(
         name=name, indices=indices, values=values, full_shape=shape, version=version, checksum=checksum

@@ -41,9 +41,10 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
             f"kwargs_handlers contains {names}, each of which selects a recipe. Pass only one."
         )
     handler: Any = requested[0] if requested else None
-    named = HANDLERS.get(type(handler)) or (settings.fp8 and settings.fp8.backend)
-    if isinstance(handler, FP8RecipeKwargs):
-        named = handler.backend
+    if requested and isinstance(requested[0], FP8RecipeKwargs):
+        named = requested[0].backend
+    else:
+        named = HANDLERS.get(type(handler)) or (settings.fp8 and settings.fp8.backend)
     device = Fp8Device(type=runtime.device.type)
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(runtime.device)

@@ -40,8 +40,8 @@ def offload(accelerator: Accelerator, include: Collection[StateKind] | None) -> 
     parts.strategy.require(Feature.OFFLOADED_STATES, "offload_states()")
     optimizers = [wrapped.optimizer for wrapped in parts.prepared.optimizers]
     try:
-        kinds = [kind for kind in kinds if kind not in parts.strategy.offloaded]
-        parts.strategy.offload_states(kinds, parts.prepared.models, optimizers)
+        missing: list[StateKind] = [kind for kind in kinds if kind not in parts.strategy.offloaded]
+        parts.strategy.offload_states(missing, parts.prepared.models, optimizers)
     finally:
         guard(accelerator)
 
@@ -49,7 +49,8 @@ def offload(accelerator: Accelerator, include: Collection[StateKind] | None) -> 
 def reload(accelerator: Accelerator, include: Collection[StateKind] | None) -> None:
     """Move states back to the device; those that are there stay."""
     strategy = accelerator._parts.strategy
-    kinds = [kind for kind in _checked(include, "reload_states") if kind in strategy.offloaded]
+    asked = _checked(include, "reload_states")
+    kinds: list[StateKind] = [kind for kind in asked if kind in strategy.offloaded]
     if kinds:
         strategy.reload_states(kinds)
         guard(accelerator)

@@ -15,7 +15,7 @@ from accel_state.device_kinds import runtime_module
 from accel_state.labels import RNGType
 from accel_train.data.adapter import DataLoaderShard, PreparedLoader, T_co
 from accel_train.data.dispatcher import DataLoaderDispatcher, SliceFn, shard_of_ranks
-from accel_train.data.samplers import innermost_sampler, share_order
+from accel_train.data.samplers import innermost_sampler, is_keyed, share_order
 from accel_train.data.shards import (
     IterableDatasetShard,
     check_count,
@@ -144,7 +144,8 @@ def prepare_data_loader(
             "dispatch_batches=True needs put_on_device=True (in Accelerator: device_placement=True), "
             "since batches from the main process arrive on the device."
         )
-    if data_seed is not None and not use_seedable_sampler:
+    is_seedable = use_seedable_sampler or is_keyed(innermost_sampler(_indices_of(dataloader)))
+    if data_seed is not None and not is_seedable:
         logger.warning("data_seed has no effect without use_seedable_sampler=True.")
     if slice_fn_for_dispatch is not None and not dispatch and world > 1:
         logger.warning("slice_fn_for_dispatch has no effect: every process reads its own batches.")

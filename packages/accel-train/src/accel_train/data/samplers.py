@@ -146,8 +146,10 @@ class SeedableRandomSampler(RandomSampler):
             position += stop - start
 
 
-def is_keyed(sampler: RandomSampler) -> bool:
-    """Return whether the order is one of `permute`: drawn without replacement from 2²⁶ samples or more."""
+def is_keyed(sampler: object) -> bool:
+    """Return whether the order is one of `permute`: torch's, without replacement, of 2²⁶ samples or more."""
+    if not isinstance(sampler, RandomSampler) or type(sampler) not in {RandomSampler, SeedableRandomSampler}:
+        return False
     return not sampler.replacement and len(sampler.data_source) >= KEYED_FROM
 
 
@@ -216,8 +218,9 @@ def replay_order(sampler: Any, state: OrderState | None) -> Generator[None]:
     """
     state = state or {}
     own = getattr(sampler, "generator", None)
-    if ("seed" in state and not isinstance(sampler, SeedableRandomSampler)) or (
-        "generator" in state and not hasattr(sampler, "generator")
+    is_seeded = isinstance(sampler, SeedableRandomSampler)
+    if state and (
+        ("seed" in state) != is_seeded or ("generator" in state and not hasattr(sampler, "generator"))
     ):
         raise ValueError(
             f"The saved data position belongs to a sampler with a {next(iter(state))}, but this loader has "

@@ -47,7 +47,7 @@ class TokenBudgetBatchSampler(BatchSampler):
         >>> lengths = [7, 2, 3, 3, 1, 4, 2, 2]
         >>> batches = TokenBudgetBatchSampler(lengths, max_tokens=8, multiple_of=2, shuffle=False)
         >>> [[lengths[index] for index in batch] for batch in batches]
-        [[7], [3, 4], [2, 3, 1], [2, 2]]
+        [[7], [2, 3, 1], [4, 2], [3, 2]]
     """
 
     def __init__(
