@@ -107,8 +107,10 @@ def test_what_cannot_be_divided_is_refused_on_every_rank():
             pass
 
     refused(r"\(3, 5\) has a dim 1 that is not a multiple of cp_size=2\. Pad", [odd], [1])
-    refused(r"argument 2 is longer", [even], [1, 1])
+    refused(r"1 buffers and 2 buffer_seq_dims", [even], [1, 1])
+    refused(r"0 buffers", [], [])
     refused(r"sequences of 4 .*another of 8", [even, torch.zeros(ROWS, 4)], [1, 1])
+    refused(r"requires grad", [torch.zeros(1, 2, requires_grad=True)], [1])
     refused(r"`no_restore_buffers` must be a subset", [even], [1], {torch.zeros(ROWS, LENGTH)})
 
 

@@ -72,13 +72,21 @@ class ContextParallel:
             no_restore_buffers: The buffers that stay sharded.
 
         Raises:
-            SettingsError: Lengths of sequences differ, or are not a multiple of the context-parallel size.
-            ValueError: The lists differ in length.
+            SettingsError: The lists are empty or differ in length, lengths of sequences differ or are not a
+                multiple of the context-parallel size, or a tensor requires grad.
         """
+        if not buffers or len(buffers) != len(buffer_seq_dims):
+            raise SettingsError(
+                f"maybe_context_parallel() got {len(buffers)} buffers and {len(buffer_seq_dims)} "
+                "buffer_seq_dims. Pass every tensor with a sequence dim (inputs, labels, positions), and the "
+                "dim of each."
+            )
         length, ranks = buffers[0].shape[buffer_seq_dims[0]], self.mesh.size()
         for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
             problem = None
-            if buffer.shape[dim] != length:
+            if buffer.requires_grad:
+                problem = "requires grad, but is sharded in place. Pass the inputs of the model"
+            elif buffer.shape[dim] != length:
                 problem = f"has sequences of {buffer.shape[dim]} (dim {dim}), and another of {length}"
             elif length % ranks:
                 problem = f"has a dim {dim} that is not a multiple of cp_size={ranks}. Pad the sequences"
