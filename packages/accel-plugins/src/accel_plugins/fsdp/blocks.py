@@ -229,14 +229,7 @@ def recomputed(
     names = plugin.activation_checkpointing_modules
     selected = {id(unit) for unit in units}
     if names is not None:
-        of_name = {
-            name: [
-                id(module)
-                for path, module in model.named_modules()
-                if type(module).__name__ == name or re.fullmatch(name, path)
-            ]
-            for name in names
-        }
+        of_name = modules_by_pattern(names, model)
         if missing := [name for name, modules in of_name.items() if not modules]:
             known = {type(module).__name__ for module in model.modules()}
             hint = did_you_mean(missing[0], known, f"it has {', '.join(sorted(known))}.")
@@ -244,7 +237,7 @@ def recomputed(
                 f"activation_checkpointing_modules={names!r}: {type(model).__name__} has no module of a "
                 f"class {missing[0]!r}, nor one whose full name it matches; {hint}"
             )
-        selected = {module for modules in of_name.values() for module in modules}
+        selected = {id(module) for modules in of_name.values() for module in modules}
     in_order = [module for module in model.modules() if id(module) in selected]
     return in_order[:: plugin.activation_checkpointing_every]
 
@@ -285,7 +278,7 @@ def modules_named(modules: Iterable[nn.Module] | str | None, model: nn.Module) -
     return selected
 
 
-def modules_in_float32(wanted: Iterable[str], model: nn.Module) -> dict[str, list[nn.Module]]:
+def modules_by_pattern(patterns: Iterable[str], model: nn.Module) -> dict[str, list[nn.Module]]:
     """Return the modules of a model by each pattern: one for full names, or the name of a class."""
     return {
         pattern: [
@@ -293,7 +286,7 @@ def modules_in_float32(wanted: Iterable[str], model: nn.Module) -> dict[str, lis
             for name, module in model.named_modules()
             if type(module).__name__ == pattern or re.fullmatch(pattern, name)
         ]
-        for pattern in wanted
+        for pattern in patterns
     }
 
 

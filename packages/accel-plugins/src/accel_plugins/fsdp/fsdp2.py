@@ -23,7 +23,7 @@ from accel_plugins.fsdp.blocks import (
     compute_in_float32,
     fsdp2_prepare_auto_wrap_policy,
     has_te_modules,
-    modules_in_float32,
+    modules_by_pattern,
     modules_named,
     recomputed,
 )
@@ -197,7 +197,7 @@ class FullSharding:
                 for part in model.modules()
                 if _has_statistics(part) and cast("Any", part).affine and id(part) not in known
             ]
-        named = modules_in_float32(plugin.float32_modules or (), model).values()
+        named = modules_by_pattern(plugin.float32_modules or (), model).values()
         precise = {id(module): module for modules in named for module in modules}.values()
         if precise:
             kept = {id(parameter) for module in precise for parameter in module.parameters()}
@@ -288,7 +288,7 @@ class FullSharding:
                 f"{where} has no effect, since the model computes in its own dtype. Set mixed_precision, or "
                 "remove it."
             )
-        for pattern, modules in modules_in_float32(wanted, model).items():
+        for pattern, modules in modules_by_pattern(wanted, model).items():
             if not modules:
                 raise SettingsError(
                     f"{where}: {type(model).__name__} has no module whose class or full name is {pattern!r}. "
