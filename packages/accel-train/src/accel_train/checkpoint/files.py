@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import io
 import os
@@ -14,23 +13,14 @@ from typing import Any
 
 import xxhash
 
-from accel_state.platforms import create_file, flush_file, libc
+from accel_state.platforms import create_file, flush_file
 from accel_state.remote import BLOCK_BYTES, READS, AnyPath, RemotePath
 from accel_train.checkpoint.layout import FileRecord, Manifest
 
 
-def write_file(
-    path: Path,
-    write: Callable[[Any], object],
-    *,
-    to_disk: bool,
-    flush: Callable[[Path], object] | None = None,
-) -> FileRecord:
-    """Write a file, which replaces one: `write` is called with the writer; return its size and checksum.
-
-    It is on disk afterwards if `to_disk`, unless another function is to `flush` it.
-    """
-    with FileWriter(path, to_disk=to_disk) as file:
+def write_file(path: Path, write: Callable[[Any], object], *, to_disk: bool) -> FileRecord:
+    """Write a file, which replaces one: `write` is called with the writer; return its size and checksum."""
+    with FileWriter(path) as file:
         try:
             sink = io.BufferedWriter(file, _CHUNK)
             write(sink)
@@ -40,20 +30,15 @@ def write_file(
                 raise OSError(*file.failure) from error
             raise
     if to_disk:
-        (flush or flush_file)(path)
+        flush_file(path)
     return FileRecord(size=file.size, checksum=file.digest.hexdigest())
 
 
 _CHUNK = 1 << 20  # bytes that are hashed, then written: small enough to be still in the cache
-_STRETCH = 64 << 20  # bytes after which the system is asked to write them out, not all of them at the end
-_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
 class FileWriter(io.RawIOBase):
     """A new file that is hashed while it is written.
-
-    Args:
-        to_disk: Whether the system is asked early to write the contents to disk.
 
     Attributes:
         failure: The number and text of the error that `write` has raised, if any.
@@ -62,9 +47,7 @@ class FileWriter(io.RawIOBase):
     failure: tuple[int | None, str | None] | None = None
     size = 0
 
-    def __init__(self, path: Path, *, to_disk: bool) -> None:
-        self._to_disk = to_disk
-        self._begun = 0  # bytes that the system was asked to write out
+    def __init__(self, path: Path) -> None:
         self.digest = xxhash.xxh3_64()
         path.unlink(missing_ok=True)  # not truncated: it may be a link, such as one that a hook has made
         self._descriptor = create_file(path)
@@ -81,12 +64,6 @@ class FileWriter(io.RawIOBase):
             raise
         self.digest.update(data[:count])
         self.size += count
-        if self._to_disk and self.size - self._begun >= _STRETCH:
-            library = libc()  # start writing to disk: pages stay cached, and `fsync` reports failures
-            if library is not None:
-                offset, length = ctypes.c_int64(self._begun), ctypes.c_int64(self.size - self._begun)
-                library.sync_file_range(self._descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
-            self._begun = self.size
         return count
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,34 +41,23 @@ def make_staging(target: AnyPath) -> AnyPath:
         return stores.make_staging(target)
     make_folder(target.parent)
     recover(target)
-    nonce = secrets.token_hex(4)
-    named = target.absolute()  # "." has neither a name nor a parent
-    for folder in (named, named.parent):
-        with contextlib.suppress(OSError):  # absent, or read-only
-            for path in folder.iterdir():
-                if _is_stale(path, named):
-                    remove(path)
-    staging = target / f"{_SAVING}{nonce}" if target.is_dir() else _beside(target, f"{_SAVING}{nonce}")
+    inside, beside = target / _SAVING, _beside(target, _SAVING)
+    for stale in (inside, beside, _beside(target, _DELETING)):
+        remove(stale)
+    staging = inside if target.is_dir() else beside
     make_folder(staging)
     return staging
 
 
-_SAVING = ".saving-"
-_DELETING = ".deleting-"
+_SAVING = ".accel-saving"
+_DELETING = ".accel-deleting"
 
 
 def _beside(target: Path, suffix: str) -> Path:
-    return target.with_name(f".{target.name}{suffix}")
-
-
-def _is_stale(path: Path, target: Path) -> bool:
-    """Return whether a process that died has left a folder, of this checkpoint or of another numbered one."""
-    if path.parent == target:
-        return path.name.startswith(_SAVING)
-    stem, dot, end = path.name.removeprefix(".").rpartition(".")
-    is_ours = path.name.startswith(".") and f"{dot}{end}".startswith((_SAVING, _DELETING))
-    of_number = layout.iteration_of(target.name) is not None and layout.iteration_of(stem) is not None
-    return is_ours and (of_number or stem == target.name)
+    """Return the hidden folder next to a checkpoint; all numbered ones of a project have the same."""
+    target = target.absolute()  # "." has no name
+    name = target.name if layout.iteration_of(target.name) is None else "checkpoint"
+    return target.with_name(f".{name}{suffix}")
 
 
 def commit(staging: AnyPath, target: AnyPath, manifest: Manifest, *, to_disk: bool) -> None:
@@ -88,7 +76,7 @@ def commit(staging: AnyPath, target: AnyPath, manifest: Manifest, *, to_disk: bo
     if staging.parent != target:
         move(staging, target)
     else:
-        move(staging, target / f"{layout.COMMIT_NAME}-{staging.name.rpartition('-')[2]}")
+        move(staging, target / layout.COMMIT_NAME)
         if to_disk:
             flush_folder(target)
         recover(target)
@@ -111,25 +99,25 @@ def recover(target: AnyPath) -> None:
     if isinstance(target, RemotePath):
         stores.recover(target)
         return
-    for source in target.glob(f"{layout.COMMIT_NAME}*"):
-        marker = source / layout.MANIFEST_NAME
-        with contextlib.suppress(FileNotFoundError):  # without it, only the folder itself is left
-            manifest = Manifest.from_text(marker.read_bytes(), marker)
-            with contextlib.suppress(OSError):  # an old manifest on a damaged disk
-                for name in layout.listed_files(target) - set(manifest.files):
-                    remove(target / name)
-            for name in manifest.files:
-                make_folder((target / name).parent)
-                with contextlib.suppress(FileNotFoundError):  # it was moved before
-                    move(source / name, target / name)
-            flush_folder(target)
-            move(marker, target / layout.MANIFEST_NAME)
-        remove(source)
+    source = target / layout.COMMIT_NAME
+    marker = source / layout.MANIFEST_NAME
+    with contextlib.suppress(FileNotFoundError):  # without it, only the folder itself is left
+        manifest = Manifest.from_text(marker.read_bytes(), marker)
+        with contextlib.suppress(OSError):  # an old manifest on a damaged disk
+            for name in layout.listed_files(target) - set(manifest.files):
+                remove(target / name)
+        for name in manifest.files:
+            make_folder((target / name).parent)
+            with contextlib.suppress(FileNotFoundError):  # it was moved before
+                move(source / name, target / name)
+        flush_folder(target)
+        move(marker, target / layout.MANIFEST_NAME)
+    remove(source)
 
 
 def is_unchanged(target: AnyPath, manifest: Manifest | None) -> bool:
     """Return whether a folder still holds the checkpoint whose manifest was read, and no newer one."""
-    if any((path / layout.MANIFEST_NAME).is_file() for path in target.glob(f"{layout.COMMIT_NAME}*")):
+    if (target / layout.COMMIT_NAME / layout.MANIFEST_NAME).is_file():
         return False
     try:
         return read_manifest(target) == manifest
@@ -223,6 +211,7 @@ def delete(folder: AnyPath) -> None:
     if isinstance(folder, RemotePath):
         stores.delete(folder)
         return
-    trash = _beside(folder, f"{_DELETING}{secrets.token_hex(4)}")
+    trash = _beside(folder, _DELETING)
+    remove(trash)  # of a process that died
     move(folder, trash)
     remove(trash)

@@ -127,8 +127,10 @@ def _find(run: CheckpointContext, requested: AnyPath | None, operation: str) -> 
             complete = folders.list_complete(run.numbered) if requested is None else None
             following = max(folders.numbers(run.numbered), default=-1) + 1
         if run.commits and requested is not None:
-            problem = "" if requested.is_dir() else f"there is no folder {str(requested)!r}"
-            folders.recover(requested)
+            if requested.is_dir():
+                folders.recover(requested)
+            else:
+                problem = f"there is no folder {str(requested)!r}"
     except (OSError, CheckpointError) as error:
         problem = f"{error}"
     asked = None if requested is None else str(requested)

@@ -11,7 +11,7 @@ import random
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -415,20 +415,15 @@ class _Job:
 def _write(job: _Job) -> dict[str, FileRecord]:
     """Write this rank's files; return their records, and note the error, which goes to all ranks."""
     files: dict[str, FileRecord] = {}
-    name, flushes = str(job.staging), list[Future[None]]()
+    name = str(job.staging)
     store = job.staging if isinstance(job.staging, RemotePath) else None
     try:
-        with ThreadPoolExecutor(_FLUSHES, "accel-flush") as threads:  # while others are written
-            for name, state, write in job.files:
-                make_folder((job.local / name).parent)
-                files[name] = write_file(
-                    job.local / name,
-                    partial(write, state),
-                    to_disk=job.to_disk and store is None,
-                    flush=lambda path: flushes.append(threads.submit(flush_file, path)),
-                )
-        for flush in flushes:
-            flush.result()
+        for name, state, write in job.files:
+            make_folder((job.local / name).parent)
+            files[name] = write_file(job.local / name, partial(write, state), to_disk=False)
+        if store is None and job.to_disk:
+            with ThreadPoolExecutor(_FLUSHES, "accel-flush") as threads:
+                list(threads.map(flush_file, [job.local / name for name in files]))
         if store is not None:
             for name in sizes_in(job.local):  # with those of hooks
                 path = job.local / name
