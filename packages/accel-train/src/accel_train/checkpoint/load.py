@@ -265,13 +265,6 @@ class CheckpointReader:
         names = layout.full_weights_names(index)
         return next(filter(self.has, names), names[0])
 
-    def position_name(self) -> str:
-        """Return the file with the positions of this rank's loaders, if there is one."""
-        # Positions are global: with another world size that of any rank will do; rank 0 has one.
-        own = layout.position_name(self.rank)
-        same_world = self.manifest is None or self.manifest.world_size == self.world_size
-        return own if same_world and self.has(own) else layout.position_name(0)
-
     def ranks(self) -> list[int]:
         """Return the ranks whose RNG states were saved."""
         count = self.manifest.world_size if self.manifest is not None else len(list(self.folder.iterdir()))
@@ -474,7 +467,10 @@ def position_restores(source: CheckpointReader, dataloaders: Sequence[Any]) -> l
     """
     if not dataloaders:
         return []
-    name = source.position_name()
+    # Positions are global: with another world size that of any rank will do; rank 0 has one.
+    same_world = source.manifest is None or source.manifest.world_size == source.world_size
+    name = layout.position_name(source.rank)
+    name = name if same_world and source.has(name) else layout.position_name(0)
     if source.has(name):
         states = source.read(name)["loaders"]
         if len(states) != len(dataloaders):

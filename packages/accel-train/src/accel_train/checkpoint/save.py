@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from accel_plugins import sharding
 from accel_plugins.sharding.state import INDEX_NAME, StateForm, local_metadata_file, shard_file
-from accel_state.device_kinds import available_kind, kind_of
+from accel_state.device_kinds import runtime_module
 from accel_state.errors import (
     CheckpointError,
     CheckpointWriteError,
@@ -332,11 +332,11 @@ def process_generators(device: torch.device) -> dict[str, tuple[Callable[[], Any
         "numpy_random_seed": (np.random.get_state, np.random.set_state),
         TORCH_KEY: (torch.get_rng_state, torch.set_rng_state),
     }
-    # The kind of the device; on the CPU, what the program uses besides.
-    kind = available_kind() if device.type == "cpu" else kind_of(device)
-    is_used = kind.type == device.type or getattr(kind.module, "is_initialized", bool)()
-    if is_used and kind.type != "cpu":
-        module, read_all = kind.module, getattr(kind.module, "get_rng_state_all", None)
+    # Of the device; on the CPU, of what the program uses besides.
+    used = torch.accelerator.current_accelerator() if device.type == "cpu" else device
+    module: Any = None if used is None else runtime_module(used) or torch.get_device_module(used)
+    if used is not None and (used is device or getattr(module, "is_initialized", bool)()):
+        read_all = getattr(module, "get_rng_state_all", None)
 
         def write(states: Any) -> None:
             if read_all is None:  # mps and xla have one device
@@ -349,7 +349,7 @@ def process_generators(device: torch.device) -> dict[str, tuple[Callable[[], Any
                 module.set_rng_state(state, number)
 
         read = read_all or (lambda: [module.get_rng_state()])
-        table[f"torch_{kind.type}_manual_seed"] = read, write
+        table[f"torch_{used.type}_manual_seed"] = read, write
     return table
 
 
@@ -499,6 +499,7 @@ class Saving:
         self._error: BaseException | None = None
         self._raised = False
         self._thread: threading.Thread | None = None
+        self._store: dist.Store | None = None
 
     @property
     def done(self) -> bool:
@@ -524,8 +525,9 @@ class Saving:
     def start(self) -> None:
         """Start the writer thread; called once."""
         # No daemon: the interpreter waits for it before it ends.
-        self._thread = threading.Thread(target=self._run, name="accel-checkpoint")
-        _running[self._thread] = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+        self._thread = threading.Thread(target=self._run, name=_THREAD)
+        # If nothing referred to it, its server would end when a script destroys the process group.
+        self._store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
         self._thread.start()
 
     def finish(self) -> None:
@@ -547,17 +549,16 @@ class Saving:
         except BaseException as error:  # noqa: BLE001 - the main thread raises it, whatever it is
             self._error = error
             logger.error("%s", error)
-        del _running[threading.current_thread()]
+        self._store = None
 
 
-# The writer threads, and the store that they exchange values through: if nothing referred to it, its server
-# would end when a script destroys the process group.
-_running: dict[threading.Thread, Any] = {}
+_THREAD = "accel-checkpoint"
 
 
 def _join_running() -> None:
-    for thread in [*_running]:
-        thread.join()
+    for thread in threading.enumerate():
+        if thread.name == _THREAD:
+            thread.join()
 
 
 # At its end the interpreter forbids new work in thread pools, which uploads need, and then waits for threads.

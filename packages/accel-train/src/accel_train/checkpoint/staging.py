@@ -16,7 +16,6 @@ from torch import Tensor, UntypedStorage
 from accel_ops.weights.safetensors_io import clean_state_dict_for_safetensors, write_safetensors
 from accel_state.device_kinds import WITHOUT_STORAGE
 from accel_state.errors import CheckpointError
-from accel_state.libraries import is_torch_version
 from accel_state.remote import AnyPath
 from accel_state.unpickling import load_safely
 from accel_train.checkpoint.stores import on_disk
@@ -141,7 +140,7 @@ def write_weights(state: Mapping[str, Any], sink: SupportsWrite[Any], *, safe: b
         write_object(dict(state), sink)
 
 
-_IS_PER_THREAD = is_torch_version(">=", "2.15")
+_IS_PER_THREAD = torch.__version__ >= "2.15"  # compared as a version
 
 
 def write_object(obj: Any, sink: Any) -> None:
