@@ -55,9 +55,8 @@ _DELETING = ".accel-deleting"
 
 def _beside(target: Path, suffix: str) -> Path:
     """Return the hidden folder next to a checkpoint; all numbered ones of a project have the same."""
-    target = target.absolute()  # "." has no name
-    name = target.name if layout.iteration_of(target.name) is None else "checkpoint"
-    return target.with_name(f".{name}{suffix}")
+    name = "checkpoint" if layout.iteration_of(target.name) is not None else target.absolute().name
+    return target.parent / f".{name}{suffix}"  # relative to the working directory of each host, as the target
 
 
 def commit(staging: AnyPath, target: AnyPath, manifest: Manifest, *, to_disk: bool) -> None:
