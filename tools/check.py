@@ -52,11 +52,7 @@ SHOW = functools.partial(print, end="", flush=True)
 ONCE_MORE = (*PYTEST, "-p", "no:cacheprovider")
 XLA = (PYTHON, "tools/check_xla.py")
 UV = os.environ.get("UV") or shutil.which("uv") or "uv"
-FLOOR = (
-    *("env", "UV_PROJECT_ENVIRONMENT=build/floor", UV, "run", "--frozen", "--no-default-groups"),
-    *("--group", "floor", "pytest", "-q", "--color=no"),
-)
-"""The oldest torch that the packages accept, in an environment of its own."""
+FLOOR = (PYTHON, "tools/check_floor.py")
 EXAMPLES = "tests-integration/docs"
 CLIENTS = "tests-integration/clients"
 NOT_THOROUGH = ("-m", "not thorough")
@@ -177,7 +173,7 @@ STEPS = (  # long ones first; not all those together that would compile the same
     ),
     Step(
         "floor",
-        "the packages' own tests pass with the oldest torch that they accept (with --all)",
+        "the packages' own tests pass with the oldest libraries that they accept (with --all)",
         (*FLOOR, *NOT_THOROUGH, "-n", "2", "packages", "--ignore-glob=*/examples"),
         slow=True,
         once_more=(*FLOOR, "-p", "no:cacheprovider"),

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # pytest's own, and what torch sets when it imports its compiler (the profiler and DDP do).
-SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "GLOO_ENABLE_STORE_V2_API")
+SET_BY_OTHERS = (
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "GLOO_ENABLE_STORE_V2_API",
+    "KMP_DUPLICATE_LIB_OK",  # older versions of OpenMP, when they are loaded
+    "KMP_INIT_AT_FORK",
+)
 
 
 handle_signals()

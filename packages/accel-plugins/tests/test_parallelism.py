@@ -34,6 +34,7 @@ from accel_plugins.registry import choose
 from accel_plugins.single import SingleStrategy
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.libraries import is_torch_version
 from accel_state.settings import Settings
 from accel_state.topology import Topology
 
@@ -131,6 +132,7 @@ def test_a_script_may_give_the_options_of_an_axis_whatever_its_size():
     assert ParallelismConfig(cp_size=1, cp_handler=handler).cp_handler is handler
 
 
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")  # PyTorch 2.9, for fake groups
 def test_a_mesh_of_one_axis_has_the_flattened_axes_too(monkeypatch: pytest.MonkeyPatch):
     flattened: dict[str, list[int]] = {}
 
@@ -310,6 +312,7 @@ def fake_mesh() -> Generator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+@pytest.mark.skipif(is_torch_version("<", "2.10"), reason="it needs PyTorch 2.10")
 def test_masks_are_left_out_where_causality_says_the_same_and_refused_elsewhere(fake_mesh):
     class Attention(nn.Module):
         def __init__(self, *, is_causal: bool) -> None:

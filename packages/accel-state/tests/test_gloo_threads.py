@@ -58,4 +58,4 @@ def test_a_forked_process_does_not_destroy_groups_that_its_parent_has_left_as_ga
         "    os._exit(3 if gc.get_freeze_count() and gc.collect() == 0 else 4)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["3"]
+    assert done.stdout.splitlines()[-1:] == ["3"]  # older versions of gloo say there that they are connected

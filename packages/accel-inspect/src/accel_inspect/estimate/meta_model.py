@@ -130,7 +130,8 @@ def _config_on_hub(name: str) -> Path:
             socket.create_connection((address.hostname or "", port), timeout=5).close()
         return Path(hub.hf_hub_download(name, CONFIG))
     except (OSError, ValueError) as error:  # The hub's errors: not found, gated, no network, invalid id.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        cause = error.__cause__ or error  # older versions say why only there
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise ModelNotFoundError(
             f"model {name!r} is not a local file and not in the hub's cache, and the hub does not "
             f"provide its {CONFIG} ({reason})."
