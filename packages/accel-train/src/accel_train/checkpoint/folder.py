@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -125,22 +124,17 @@ def is_unchanged(target: AnyPath, manifest: Manifest | None) -> bool:
 
 
 def check(folder: AnyPath, manifest: Manifest | None) -> None:
-    """Check by the sizes of its files that a checkpoint is complete.
+    """Check that a checkpoint is complete: by the sizes of its files, or without a manifest by its folders.
 
     Raises:
         CheckpointError: A file is absent or has another size.
     """
-    if manifest is None:
-        _check_foreign(folder)
+    if manifest is not None:
+        if complaints := complaints_about(folder, manifest):
+            raise CheckpointError(
+                f"The checkpoint {str(folder)!r} is damaged: {', '.join(complaints)}. Load another one."
+            )
         return
-    if complaints := complaints_about(folder, manifest):
-        raise CheckpointError(
-            f"The checkpoint {str(folder)!r} is damaged: {', '.join(complaints)}. Load another one."
-        )
-
-
-def _check_foreign(folder: AnyPath) -> None:
-    """Check that a checkpoint of another library, which has no manifest, has files, and complete folders."""
     if isinstance(folder, RemotePath) and stores.is_interrupted(folder):
         raise CheckpointError(
             f"{str(folder)!r} is incomplete: its upload was interrupted. Save it again, or load another one."
@@ -161,19 +155,19 @@ def _check_foreign(folder: AnyPath) -> None:
 _READERS = 4  # files that are hashed at the same time
 
 
-def verify(folder: AnyPath, manifest: Manifest, names: Sequence[str]) -> None:
-    """Compare the contents of some files with their checksums.
+def verify(folder: AnyPath, manifest: Manifest) -> None:
+    """Compare the contents of files with their checksums.
 
     Raises:
         CheckpointError: A checksum differs.
     """
     with ThreadPoolExecutor(_READERS, "accel-verify") as threads:
-        records = threads.map(lambda name: record_of(folder / name), names)
-        for name, record in zip(names, records, strict=True):
-            if record != manifest.files[name]:
+        records = threads.map(lambda name: record_of(folder / name), manifest.files)
+        for (name, expected), record in zip(manifest.files.items(), records, strict=True):
+            if record != expected:
                 raise CheckpointError(
                     f"The checkpoint {str(folder)!r} is damaged: {name!r} has the checksum "
-                    f"{record.checksum}, not {manifest.files[name].checksum}. Load another one."
+                    f"{record.checksum}, not {expected.checksum}. Load another one."
                 )
 
 

@@ -12,7 +12,7 @@ import random
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,7 +157,7 @@ def _newest_complete(
 ) -> tuple[AnyPath, Manifest | None]:
     """Return the first checkpoint that is complete, the same on every rank, with its manifest.
 
-    If `verifies`, the ranks, which share the files, compare checksums.
+    The ranks, which share the files, compare sizes, and if `verifies` checksums.
     """
     problems: list[str] = []
     topology, on_each_node = run.runtime.topology, run.project.save_on_each_node
@@ -166,12 +166,13 @@ def _newest_complete(
         # 1. Check the folder, and this rank's share of the files: about as many bytes as others have.
         manifest, problem = None, ""
         try:
-            manifest = layout.read_manifest(folder)
-            folders.check(folder, manifest)
-            if verifies and manifest is not None:
-                rows = manifest.files.items()
-                by_size = [name for name, _ in sorted(rows, key=lambda row: (-row[1].size, row[0]))]
-                folders.verify(folder, manifest, by_size[run.rank - run.committer :: num_readers])
+            manifest = share = layout.read_manifest(folder)
+            if manifest is not None:
+                rows = sorted(manifest.files.items(), key=lambda row: (-row[1].size, row[0]))
+                share = replace(manifest, files=dict(rows[run.rank - run.committer :: num_readers]))
+            folders.check(folder, share)
+            if verifies and share is not None:
+                folders.verify(folder, share)
         except (OSError, CheckpointError) as error:
             problem = str(error) if folders.is_unchanged(folder, manifest) else _replaced(folder)
         # 2. Agree on one undamaged checkpoint.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -147,8 +146,12 @@ def write_object(obj: Any, sink: Any) -> None:
     """Write an object as `torch.save` does, with all tensors on the CPU."""
     # The manifest has better checksums than `torch.save`. Before torch 2.15 the option may belong to all
     # threads, the user's among them, and is left unchanged.
-    with _crc_off() if _IS_PER_THREAD else nullcontext():
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(before and not _IS_PER_THREAD)
+    try:
         torch.save(on_host(obj), sink)
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def on_host(tree: Any) -> Any:
@@ -156,16 +159,6 @@ def on_host(tree: Any) -> Any:
     if all(tensor.device.type in {"cpu", "meta"} for tensor in _tensors_in(tree, set())):
         return tree
     return copied_tree(tree, UntypedStorage.cpu, keeps_host=True)
-
-
-@contextmanager
-def _crc_off() -> Generator[None]:
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def location_of(value: Any, device: torch.device) -> torch.device:
