@@ -362,7 +362,7 @@ def test_the_replacement_that_a_dead_process_has_begun_is_completed_by_what_foll
     run.accelerator.save_state(path)
     run.set(2.0)
     run.accelerator.save_state(tmp_path / "next", safe_serialization=False)
-    os.rename(tmp_path / "next", path / layout.COMMIT_NAME)  # noqa: PTH104 - where the writer died
+    os.rename(tmp_path / "next", path / f"{layout.COMMIT_NAME}-1")  # noqa: PTH104 - where the writer died
     (path / ".accel-saving").mkdir()  # of one that died before
     if follows == "save":
         run.set(3.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -74,7 +75,8 @@ def commit(staging: AnyPath, target: AnyPath, manifest: Manifest, *, to_disk: bo
     if staging.parent != target:
         move(staging, target)
     else:
-        move(staging, target / layout.COMMIT_NAME)
+        # Of a name of its own: a load may still complete the replacement before, and then removes its folder.
+        move(staging, target / f"{layout.COMMIT_NAME}-{secrets.token_hex(4)}")
         if to_disk:
             flush_folder(target)
         recover(target)
@@ -97,25 +99,25 @@ def recover(target: AnyPath) -> None:
     if isinstance(target, RemotePath):
         stores.recover(target)
         return
-    source = target / layout.COMMIT_NAME
-    marker = source / layout.MANIFEST_NAME
-    with contextlib.suppress(FileNotFoundError):  # without it, only the folder itself is left
-        manifest = Manifest.from_text(marker.read_bytes(), marker)
-        with contextlib.suppress(OSError):  # an old manifest on a damaged disk
-            for name in layout.listed_files(target) - set(manifest.files):
-                remove(target / name)
-        for name in manifest.files:
-            make_folder((target / name).parent)
-            with contextlib.suppress(FileNotFoundError):  # it was moved before
-                move(source / name, target / name)
-        flush_folder(target)
-        move(marker, target / layout.MANIFEST_NAME)
-    remove(source)
+    for source in target.glob(f"{layout.COMMIT_NAME}*"):
+        marker = source / layout.MANIFEST_NAME
+        with contextlib.suppress(FileNotFoundError):  # without it, only the folder itself is left
+            manifest = Manifest.from_text(marker.read_bytes(), marker)
+            with contextlib.suppress(OSError):  # an old manifest on a damaged disk
+                for name in layout.listed_files(target) - set(manifest.files):
+                    remove(target / name)
+            for name in manifest.files:
+                make_folder((target / name).parent)
+                with contextlib.suppress(FileNotFoundError):  # it was moved before
+                    move(source / name, target / name)
+            flush_folder(target)
+            move(marker, target / layout.MANIFEST_NAME)
+        remove(source)
 
 
 def is_unchanged(target: AnyPath, manifest: Manifest | None) -> bool:
     """Return whether a folder still holds the checkpoint whose manifest was read, and no newer one."""
-    if (target / layout.COMMIT_NAME / layout.MANIFEST_NAME).is_file():
+    if any((path / layout.MANIFEST_NAME).is_file() for path in target.glob(f"{layout.COMMIT_NAME}*")):
         return False
     try:
         return read_manifest(target) == manifest
