@@ -167,16 +167,23 @@ def write_index(folder: AnyPath, ranks: Iterable[int]) -> list[str]:
     return [file.name for file in metadata_files]
 
 
-def read_into(folder: AnyPath, state: dict[str, Any], *, strict: bool = True, flat: bool = False) -> None:
+def read_into(
+    folder: AnyPath,
+    state: dict[str, Any],
+    index: Metadata | None = None,
+    *,
+    strict: bool = True,
+    flat: bool = False,
+) -> None:
     """Read this rank's shards of a state, nested as it was saved, in place; replace what is no tensor.
 
     Unless `strict`, values that the folder lacks are unchanged. If `flat`, the keys of `state` are those of
-    the folder's index.
+    the folder's index, which is read if it was not before: it grows with the number of ranks that saved.
 
     Raises:
         CheckpointError: The folder is damaged, or does not fit `state`.
     """
-    index = read_index(folder)
+    index = index or read_index(folder)
     present = {entry.key: entry for entry in entries(index)}
     own = _present(state)
     for key, value in (own if flat else flatten_state_dict(own)[0]).items():
@@ -229,15 +236,18 @@ class _StoreFiles:
         return path / suffix
 
 
-def read_all(folder: AnyPath, allocate: Callable[[TensorMetadata], Any]) -> dict[str, Any]:
+def read_all(
+    folder: AnyPath, allocate: Callable[[TensorMetadata], Any], index: Metadata | None = None
+) -> dict[str, Any]:
     """Read every value of a DCP folder into nested dictionaries and lists, as they were saved.
 
     `allocate` returns the destination tensor of an entry with a shape, or `ABSENT` to skip the entry.
     """
     state: dict[str, Any] = {}
-    for entry in entries(read_index(folder)):
+    index = index or read_index(folder)
+    for entry in entries(index):
         set_element(state, entry.path, None if entry.shape is None else allocate(entry))
-    read_into(folder, state)
+    read_into(folder, state, index)
     return state
 
 

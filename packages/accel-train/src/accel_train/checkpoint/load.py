@@ -54,6 +54,7 @@ from accel_train.checkpoint.save import ENGINE_KEY, TORCH_KEY, process_generator
 from accel_train.checkpoint.staging import location_of, read_object
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.optim import Optimizer
 
     from accel_plugins.sharding.folder import TensorMetadata
@@ -205,6 +206,19 @@ def _of_one_state(source: CheckpointReader) -> Generator[None]:
 
 
 @frozen
+class Shards:
+    """A folder of shards, and its index, which is read once: it grows with the number of ranks that saved."""
+
+    folder: AnyPath
+    index: Metadata
+
+    @classmethod
+    def of(cls, folder: AnyPath) -> Shards:
+        """Read the index of a folder."""
+        return cls(folder=folder, index=sharding.folder.read_index(folder))
+
+
+@frozen
 class CheckpointReader:
     """A checkpoint that one rank reads.
 
@@ -254,12 +268,9 @@ class CheckpointReader:
         """Return whether the checkpoint has a file: other files in its folder may be anybody's."""
         return (self.folder / name).is_file() if self.manifest is None else name in self.manifest.files
 
-    def shards(self, name: str) -> AnyPath | None:
-        """Return the folder of shards of a name, if there is one whose index can be read."""
-        if not self.has(f"{name}/{INDEX_NAME}"):
-            return None
-        sharding.folder.read_index(self.folder / name)
-        return self.folder / name
+    def shards(self, name: str) -> Shards | None:
+        """Return the folder of shards of a name and its index, if there is one."""
+        return Shards.of(self.folder / name) if self.has(f"{name}/{INDEX_NAME}") else None
 
     def weights_name(self, index: int) -> str:
         """Return the weights file of a model; the usual name if the checkpoint has none."""
@@ -564,16 +575,17 @@ def restore_rng(
 
 
 def restore_model_shards(
-    run: CheckpointContext, folder: AnyPath, model: nn.Module, *, strict: bool = True, **options: Any
+    run: CheckpointContext, shards: Shards, model: nn.Module, *, strict: bool = True, **options: Any
 ) -> None:
     """Load a model from shards, for any current sharding."""
+    folder, index = shards.folder, shards.index
     if not run.strategy.states.is_sharded:
-        state = sharding.folder.read_all(folder, _full)
+        state = sharding.folder.read_all(folder, _full, index)
         run.strategy.states.load_full_state_dict(model, _unwrap(state), strict=strict, **options)
         return
     tensors = run.strategy.states.model_tensors(model)
     wrapped: dict[str, Any] = {MODEL_KEY: tensors}
-    entries = [*sharding.folder.entries(sharding.folder.read_index(folder))]
+    entries = sharding.folder.entries(index)
     paths = [entry.path for entry in entries]
     # What `Module.get_extra_state` returned is allocated in the shape in which it was saved.
     extra = {str(entry.path[-1]): entry for entry in entries if str(entry.path[-1]).endswith("_extra_state")}
@@ -586,15 +598,15 @@ def restore_model_shards(
                 f"{str(folder)!r} has {unknown[0]!r}, which {type(model).__name__} does not have. Pass "
                 "strict=False to load the rest."
             )
-    sharding.folder.read_into(folder, wrapped, strict=strict)
+    sharding.folder.read_into(folder, wrapped, index, strict=strict)
     run.strategy.states.load_model(model, wrapped[MODEL_KEY], strict=strict, **options)
 
 
-def restore_optimizer_shards(run: CheckpointContext, folder: AnyPath, optimizer: Optimizer) -> None:
+def restore_optimizer_shards(run: CheckpointContext, shards: Shards, optimizer: Optimizer) -> None:
     """Load an optimizer from shards, for any current sharding."""
-    models = run.prepared.models
+    models, folder, index = run.prepared.models, shards.folder, shards.index
     if not run.strategy.states.is_sharded:
-        state = _unwrap(sharding.folder.read_all(folder, _full))
+        state = _unwrap(sharding.folder.read_all(folder, _full, index))
         state.setdefault("state", {})
         names = [group["params"] for group in state["param_groups"]]
         run.strategy.states.load_full_optimizer_state(optimizer, models, state_by_index(state, names))
@@ -607,7 +619,7 @@ def restore_optimizer_shards(run: CheckpointContext, folder: AnyPath, optimizer:
             return make(str(entry.path[2]), key, entry.shape or torch.Size(), entry.dtype or torch.float32)
         return _full(entry)
 
-    state = _unwrap(sharding.folder.read_all(folder, allocate))
+    state = _unwrap(sharding.folder.read_all(folder, allocate, index))
     state.setdefault("state", {})
     run.strategy.states.load_optimizer(optimizer, models, state)
 

@@ -35,6 +35,7 @@ from accel_train.checkpoint.files import make_folder, move, remove, write_file
 from accel_train.checkpoint.layout import MODEL_KEY, read_manifest
 from accel_train.checkpoint.load import (
     CheckpointReader,
+    Shards,
     position_restores,
     restore_model_shards,
     restore_optimizer_shards,
@@ -396,10 +397,8 @@ def _read_file(path: Path) -> Any:
     return read_object(path)
 
 
-def _shards_in(path: Path, name: str) -> Path:
-    folder = path if is_sharded_folder(path) else path / name
-    sharding.folder.read_index(folder)
-    return folder
+def _shards_in(path: Path, name: str) -> Shards:
+    return Shards.of(path if is_sharded_folder(path) else path / name)
 
 
 def merge_fsdp_weights(
@@ -430,11 +429,11 @@ def merge_fsdp_weights(
     failure: list[Exception | None] = [None]
     if state is None or state.is_main_process:
         try:
-            folder = _folder_of_model(any_path(checkpoint_dir, "checkpoint_dir"))
+            shards = Shards.of(folder := _folder_of_model(any_path(checkpoint_dir, "checkpoint_dir")))
             target = any_path(output_path, "output_path")
             if remove_checkpoint_dir:
-                _check_removable(folder, target)
-            _merge(folder, target, safe=safe_serialization)
+                _check_removable(shards, target)
+            _merge(shards, target, safe=safe_serialization)
             if remove_checkpoint_dir:
                 folder.remove_tree() if isinstance(folder, RemotePath) else remove(folder)
         except Exception as error:  # noqa: BLE001 - all ranks wait for it
@@ -445,15 +444,16 @@ def merge_fsdp_weights(
         raise failure[0]
 
 
-def _check_removable(folder: AnyPath, output_path: AnyPath) -> None:
+def _check_removable(shards: Shards, output_path: AnyPath) -> None:
     """Refuse to delete a folder of shards that the merged file would be in, or that holds more."""
+    folder = shards.folder
     outer, inner = (str(each.resolve() if isinstance(each, Path) else each) for each in (folder, output_path))
     if f"{inner}/".startswith(f"{outer}/"):
         raise SettingsError(
             f"output_path={str(output_path)!r} is inside of the folder that remove_checkpoint_dir=True "
             "deletes: pass another one."
         )
-    entries = sharding.folder.entries(sharding.folder.read_index(folder))
+    entries = sharding.folder.entries(shards.index)
     tables = {str(entry.path[0]) for entry in entries if len(entry.path) > 1}
     if MODEL_KEY in tables and len(tables) > 1:
         lost = some_of(sorted(map(repr, tables - {MODEL_KEY})))
@@ -463,9 +463,9 @@ def _check_removable(folder: AnyPath, output_path: AnyPath) -> None:
         )
 
 
-def _merge(folder: AnyPath, target: AnyPath, *, safe: bool) -> None:
+def _merge(shards: Shards, target: AnyPath, *, safe: bool) -> None:
     """Merge shards into a file of a folder: beside it first, or on this machine for a store."""
-    tensors = _weights_of(folder)
+    tensors = _weights_of(shards)
     make_folder(target)
     beside = target if isinstance(target, Path) else None
     with tempfile.TemporaryDirectory(prefix=".accel-merge-", dir=beside) as scratch:
@@ -476,10 +476,9 @@ def _merge(folder: AnyPath, target: AnyPath, *, safe: bool) -> None:
             if entry.shape is not None and entry.dtype is not None
         }
         mapped = create_safetensors(merged, rows)
-        sharding.folder.read_into(
-            folder, {entry.key: mapped[name] for name, entry in tensors.items()}, flat=True
-        )
-        del mapped
+        targets = {entry.key: mapped[name] for name, entry in tensors.items()}
+        sharding.folder.read_into(shards.folder, targets, shards.index, flat=True)
+        del mapped, targets
         if not safe:  # each tensor with a storage of its own: torch refuses one of several types
             file, merged = SafetensorsFile(merged), Path(scratch) / WEIGHTS_NAME
             torch.save({name: file.tensor(name) for name in tensors}, merged)
@@ -509,14 +508,14 @@ def _folder_of_model(source: AnyPath) -> AnyPath:
     )
 
 
-def _weights_of(folder: AnyPath) -> dict[str, TensorMetadata]:
+def _weights_of(shards: Shards) -> dict[str, TensorMetadata]:
     """Return the weights in a folder of shards by name: those under "model", if there is such a table."""
-    entries = [*sharding.folder.entries(sharding.folder.read_index(folder))]
+    entries = sharding.folder.entries(shards.index)
     below = [entry for entry in entries if entry.path[0] == MODEL_KEY and len(entry.path) > 1]
     if not below and any("param_groups" in entry.path[:2] for entry in entries):
         raise CheckpointError(
-            f"{str(folder)!r} holds the state of an optimizer, which load_state() reads as it is. Pass the "
-            f"folder of the model, such as {layout.sharded_model_name(0)!r}."
+            f"{str(shards.folder)!r} holds the state of an optimizer, which load_state() reads as it is. "
+            f"Pass the folder of the model, such as {layout.sharded_model_name(0)!r}."
         )
     names = ((entry.path[1:] if below else entry.path, entry) for entry in below or entries)
     return {".".join(map(str, path)): entry for path, entry in names if entry.shape is not None}
