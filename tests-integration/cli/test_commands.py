@@ -68,7 +68,7 @@ for (rows,) in loader:
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    print(f"loss {{loss.item():.3f}}", loss.tolist(), rows.numpy().shape)
+    print(f"loss {{loss.item():.3f}} {{loss:.3f}}", loss.tolist(), rows.numpy().shape)
 if {condition}:
     accelerator.gather(loss)
 accelerator.save_state("out")

@@ -66,8 +66,12 @@ def _patch_values() -> None:
             make(self) if is_fake(self) else real(self, *args, **options)
         )
 
+    def as_text(real: Any, self: Any, spec: str) -> str:
+        is_number = is_fake(self) and not self.dim()
+        return format(fake_value(self), spec) if is_number else real(self, spec)
+
     methods = {"tolist": as_list, "data_ptr": lambda _: 0, "numpy": as_array, "__array__": as_array}
-    wrap_names("torch.Tensor", **{name: made_up(make) for name, make in methods.items()})
+    wrap_names("torch.Tensor", **{name: made_up(make) for name, make in methods.items()}, __format__=as_text)
 
 
 def _patch_moves(recorder: CollectiveRecorder) -> None:

@@ -241,7 +241,9 @@ class FakeDeepSpeed(FakeStrategy):
             torch.optim.AdamW(optimizer.params) if isinstance(optimizer, DummyOptim) else optimizer
             for optimizer in bundle.optimizers
         ]
-        models = [model if self.dtype is None else model.to(self.dtype) for model in bundle.models]
+        models: list[Any] = [model if self.dtype is None else model.to(self.dtype) for model in bundle.models]
+        for model in models:
+            model.get_global_grad_norm = lambda: 1.0  # of the engine, which scripts ask
         return _with_real_schedulers(replace(bundle, models=models, optimizers=optimizers), DummyScheduler)
 
 
