@@ -98,11 +98,11 @@ def test_the_estimate_of_a_model_of_transformers_is_within_a_tenth_of_what_is_me
     path, make = described
     meta = meta_model(str(path))
     passes = passes_of_batch(4, 64)
-    job = TrainingSetup(sizes=sizes_of(meta), moments=moments_of(meta.train(), passes), at_once=False)
+    job = TrainingSetup(sizes=sizes_of(meta), moments=moments_of(meta.train(), passes))
 
     def train():
         model = make().train()
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # as on an accelerator
         steps(model, optimizer, passes)
         return model, optimizer
 
@@ -305,7 +305,6 @@ def estimate_of(strategy, rows, devices, dtype=torch.float32, buckets=None):
         sizes=sizes_of(plain),
         devices=devices,
         moments=moments_of(computing, passes_on(rows, dtype)),
-        at_once=False,
         width=dtype.itemsize,
         buckets=buckets or Buckets(),
     )
@@ -323,7 +322,7 @@ def test_the_estimate_of_data_parallel_training_is_within_a_tenth_of_what_is_mea
         # Without the first broadcast, whose buffers gloo frees where the profiler does not look.
         views = strategy != "DDP"
         model = DistributedDataParallel(Net(), init_sync=False, gradient_as_bucket_view=views)
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         steps(model, optimizer, passes_on(64))
         return model, optimizer
 
@@ -351,7 +350,7 @@ def test_the_estimate_of_sharded_training_is_within_a_tenth_of_what_is_measured(
         model.to_empty(device="cpu")
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         steps(model, optimizer, passes_on(rows))
         return model, optimizer
 
@@ -420,7 +419,7 @@ def test_the_estimate_of_an_engine_is_within_a_tenth_of_what_is_measured(strateg
         with MemoryTracker(None) as tracker:
             model = Net()
             # Like DeepSpeed's own, the fused optimizer needs no temporaries.
-            optimizer = torch.optim.AdamW(model.parameters(), fused=bool(away))
+            optimizer = torch.optim.AdamW(model.parameters(), fused=bool(away), foreach=not away)
             model, optimizer = accelerator.prepare(model, optimizer)
             for _ in range(3):
                 loss, held = passes_on(rows)(model)

@@ -49,11 +49,6 @@ def test_the_command_says_that_no_strategy_fits(folder, capsys):
     assert "fits" not in table
 
 
-def test_the_command_says_that_megatron_is_not_estimated(folder, capsys):
-    assert main(["estimate-memory", str(folder), "--megatron_lm_tp_degree", "2"]) == 2
-    assert "Megatron is not estimated" in capsys.readouterr().err
-
-
 def test_the_numbers_come_as_json_too(folder, capsys):
     assert main(["estimate-memory", str(folder), "--json", "--num_devices", "2", "--memory", "1GB"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -69,6 +64,7 @@ def test_the_numbers_come_as_json_too(folder, capsys):
         (["--batch_size", "2"], "--batch_size"),
         (["--dtypes", "float64"], "float64"),
         (["--num_devices", "none"], "--num_devices"),
+        (["--megatron_lm_tp_degree", "2"], "--megatron_lm_tp_degree"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_reported_with_its_flag(folder, words, part, capsys):

@@ -57,7 +57,7 @@ def measured(batch, length, dtype):
     gc.collect()  # or what is freed later would be taken from what is measured
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         model = Net()
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # as on an accelerator
         for _ in range(3):
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                 held = passes(batch, length)(model)
@@ -80,9 +80,7 @@ def test_the_estimate_of_one_process_is_within_a_tenth_of_what_is_measured(batch
         model = Net()
         model.head.weight = model.embed.weight
     moments = moments_of(model, passes(batch, length), dtype=dtype)
-    setup = TrainingSetup(
-        sizes=sizes_of(model), width=4 if dtype is None else 2, moments=moments, at_once=False
-    )
+    setup = TrainingSetup(sizes=sizes_of(model), width=4 if dtype is None else 2, moments=moments)
     assert estimate("one device", setup).device == pytest.approx(measured(batch, length, dtype), rel=0.1)
 
 

@@ -55,8 +55,6 @@ def estimate() -> Parser:
     training.add_argument("--optimizer", choices=("adam", "muon", "host_adamw"), default="adam", help=text)
     _number(training, "--batch_size", "samples per device and micro-batch; includes activations")
     _number(training, "--sequence_length", "tokens", 512)
-    for flag in ("tp_degree", "pp_degree", "context_parallel_size"):
-        _number(training, f"--megatron_lm_{flag}", "refused: the memory of Megatron is not estimated")
     for axis in AXIS_NAMES:
         text = f"size of the axis {axis}; adds a row for the combination of axes"
         _number(training, f"--parallelism_config_{axis}_size", text)

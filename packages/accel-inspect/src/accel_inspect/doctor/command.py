@@ -92,7 +92,6 @@ def as_json(records: Records, diagnoses: Sequence[Diagnosis]) -> str:
             "steps": len(record.steps),
             "losses": [backward.loss for backward in record.backwards],
             "learning rates": [step.rates for step in record.steps],
-            "seconds": round(record.seconds, 3),
             "stopped": record.stopped,
         }
 

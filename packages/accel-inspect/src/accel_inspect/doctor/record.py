@@ -110,7 +110,6 @@ class RunRecord:
         losses: Whether only losses can be compared: the strategy keeps gradients in its own layout.
         loaders_at_save: The number of loaders that were read when the checkpoint was written; 0 before.
         saves_within_epoch: Whether the script saves its state while it reads a loader.
-        seconds: Duration of the script.
         stopped: Why and where the script ended before its end; empty if it did not.
     """
 
@@ -135,7 +134,6 @@ class RunRecord:
     losses: bool = False
     loaders_at_save: int = 0
     saves_within_epoch: bool = False
-    seconds: float = 0.0
     stopped: str = ""
 
 

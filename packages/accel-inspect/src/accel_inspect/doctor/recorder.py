@@ -8,7 +8,6 @@ import hashlib
 import math
 import random
 import sys
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
@@ -94,7 +93,6 @@ class TrainingRecorder(Observer):
         self._per_round: dict[int, int] = {}
         self._open_passes = 0
         self._random: tuple[str, ...] = ()  # states of generators before the script draws from them
-        self._started = time.perf_counter()
 
     @property
     def limit(self) -> int:
@@ -115,7 +113,6 @@ class TrainingRecorder(Observer):
                 names.setdefault(id(parameter), []).append(name)
         record.tied = tuple(sorted(tuple(same) for same in names.values() if len(same) > 1))
         record.losses = record.strategy in LOSSES_ONLY
-        record.seconds = time.perf_counter() - self._started
         record.stopped = stopped
         return record
 

@@ -74,12 +74,6 @@ def run(options: Namespace) -> int:
 
 
 def _training_setup(model: nn.Module, options: Namespace) -> TrainingSetup:
-    asked = (f"megatron_lm_{degree}" for degree in ("tp_degree", "pp_degree", "context_parallel_size"))
-    if any(getattr(options, name) for name in asked):
-        raise UnsupportedError(
-            "arguments --megatron_lm_…: the memory of Megatron is not estimated. For PyTorch's own axes of "
-            "the same sizes, pass --parallelism_config_tp_size, …_pp_size and …_cp_size."
-        )
     setup = TrainingSetup(
         sizes=sizes_of(model),
         devices=options.num_devices or 1,

@@ -88,7 +88,6 @@ class TrainingSetup:
     devices: int = 1
     width: int = 4  # bytes of an element in the computation: 2 under mixed precision
     moments: tuple[MemoryPeak, ...] = ()  # of one micro-batch; by default only its end, with gradients only
-    at_once: bool = True  # temporaries of steps are as large as the weights: foreach, as on accelerators
     buckets: Buckets = field(default_factory=Buckets)
     optimizer: str = "adam"  # one of `OPTIMIZERS`; DeepSpeed uses Adam
 
@@ -110,22 +109,20 @@ class TrainingSetup:
             return ADAM * _ceil(trained - matrices, shards) + MOMENTUM * _ceil(matrices, shards), 0
         return ADAM * _ceil(trained, shards), 0
 
-    def step(self, shards: int = 1, *, flat: bool = False) -> int:
+    def step(self, shards: int = 1) -> int:
         """Return the bytes of temporaries of an optimizer step.
 
-        Adam divides by the root of its second moment: one copy of all weights (`torch.optim.adamw`, foreach)
-        or two of the largest weight. Muon does so for parameters that AdamW updates, and then has five copies
-        of a full matrix in bfloat16.
+        Adam divides by the root of its second moment: one copy of all weights (`torch.optim.adamw`, foreach,
+        as on accelerators). Muon does so for parameters that AdamW updates, and then has five copies of a
+        full matrix in bfloat16.
         """
         if self.optimizer == "host_adamw":
             return 0
-        trained, largest = self.sizes.trainable, self.sizes.largest
+        trained = self.sizes.trainable
         if self.optimizer == "muon":
-            trained -= self.sizes.matrices
-        copies = MASTER * _ceil(trained, shards)
-        if not self.at_once:
-            copies = 2 * MASTER * _ceil(trained if flat else min(largest, trained), shards)
-        return max(copies, 5 * 2 * self.sizes.matrix) if self.optimizer == "muon" else copies
+            rest = MASTER * _ceil(trained - self.sizes.matrices, shards)
+            return max(rest, 5 * 2 * self.sizes.matrix)
+        return MASTER * _ceil(trained, shards)
 
 
 @frozen
@@ -281,7 +278,7 @@ def _zero(
     in_passes = bucket + gathered + passing
     peaks = [(gradients_at(peak.gradients), in_passes, peak.activations) for peak in setup.passes]
     if not optimizer_offloaded:
-        step = setup.step(setup.devices, flat=True)
+        step = setup.step(setup.devices)
         peaks.append((MASTER * shard + gather_buffer, bucket if stage == 3 else 0, step))
     gradients, communication, working = max(peaks, key=sum)
     host = 0
