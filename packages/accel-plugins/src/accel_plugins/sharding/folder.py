@@ -278,7 +278,8 @@ def read_index(folder: AnyPath) -> Metadata:
     storage_data: Mapping[Any, Any] = index.storage_data
     try:
         entries(index)
-        names = [PurePath(stored.relative_path) for stored in storage_data.values()]
+        # A rank has one file, and as many entries as tensors.
+        names = [PurePath(name) for name in {stored.relative_path for stored in storage_data.values()}]
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{str(path)!r} is not the index of a sharded state: {error}.") from error
     for name in names:
