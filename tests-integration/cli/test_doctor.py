@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 from accel_inspect.doctor.causes import CAUSES, NOTES
 from harness import cases, chosen_params
 from harness.checks import Checked, run_checks
 from harness.doctor_programs import DEFECTS, RIGHT
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples"
-
-NEEDS = {
-    "lora": "peft",
-    "deepspeed_with_config_support": "deepspeed",
-    "megatron_lm_gpt_pretraining": "megatron",
-}
-"""Packages that examples import."""
 
 USUAL_DEFECTS = (
     "loader not prepared",
@@ -75,34 +64,6 @@ def test_nothing_is_said_against_a_right_script(diagnosed, name):
     assert {"data", "numbers", "clocks", "resume"} <= {
         diagnosis["check"] for diagnosis in json.loads(check.output)["diagnoses"]
     }
-
-
-def examples() -> dict[str, tuple[str, ...]]:
-    """The command lines for all examples that train, by name."""
-    lines = {path.stem: (str(path),) for path in EXAMPLES.glob("by_feature/*.py")}
-    del lines["distributed_inference"]
-    lines |= {path.stem: (str(path),) for path in EXAMPLES.glob("*.py")}
-    lines |= {path.stem: (str(path),) for path in EXAMPLES.glob("complete/*.py")}
-    script = str(EXAMPLES / "strategies/language_model.py")
-    for path in EXAMPLES.glob("strategies/configs/*.yaml"):
-        options = ["--experts", "4"] if path.stem == "ep" else []
-        lines[f"strategies, {path.stem}"] = ("--config_file", str(path), script, *options)
-    return lines
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", sorted(examples()))
-def test_nothing_is_said_against_an_example(tmp_path, name):
-    if find_spec(NEEDS.get(name, "torch")) is None:
-        pytest.skip(f"it needs {NEEDS[name]}")
-    if "strategies, megatron" in name and not torch.cuda.is_available():
-        pytest.skip("Megatron trains on GPUs")
-    (tmp_path / name).mkdir()
-    variables = {"HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
-    check = run_checks({name: ("--json", *examples()[name])}, tmp_path, variables, "doctor")[name]
-    told = json.loads(check.output)["diagnoses"]
-    assert not [diagnosis for diagnosis in told if diagnosis["differs"]], check.errors
-    assert check.code == 0
 
 
 @pytest.mark.parametrize("name", ["noise in the loop"])

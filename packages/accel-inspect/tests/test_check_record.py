@@ -15,6 +15,8 @@ from accel_inspect.check.record import (
 
 GATHER = RecordedCollective(kind="gather", where="train.py:3")
 SAVE = RecordedCollective(kind="save_state", where="train.py:9")
+SEND = RecordedCollective(kind="send", where="train.py:5", peer=3, transferred=8)
+RECEIVE = RecordedCollective(kind="receive", where="train.py:7", peer=0, transferred=8)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,7 @@ SAVE = RecordedCollective(kind="save_state", where="train.py:9")
         ((GATHER, SAVE), (SAVE,), (GATHER, SAVE)),
         ((GATHER, SAVE), (GATHER,), (SAVE, None)),
         ((), (SAVE,), (None, SAVE)),
+        ((SEND, SAVE), (RECEIVE, SAVE), None),
     ],
 )
 def test_the_first_point_at_which_ranks_part_is_found(first, second, pair):

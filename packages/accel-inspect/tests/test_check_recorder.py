@@ -38,6 +38,7 @@ def test_nothing_has_gone_wrong():
     assert torch.isnan(x).sum().item() == 0
     assert torch.isfinite(x).all()
     assert (x != torch.zeros(3, 4)).any()
+    assert torch.allclose(x, torch.zeros(3, 4))
 
 
 def test_what_a_dataset_takes_from_a_tensor_that_was_made_before_is_answered_too():

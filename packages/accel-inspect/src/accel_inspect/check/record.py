@@ -137,7 +137,8 @@ def _first_difference(
     """Return the first two collectives that differ, None for a rank that has ended; None if all are equal."""
     stages = {first.stage, second.stage}
     events = [
-        [event for event in record.events if event.stage is None or len(stages) == 1]
+        # What a rank sends outside of a stage, another one receives: `transfer_problems` compares them.
+        [e for e in record.events if (e.peer is None if e.stage is None else len(stages) == 1)]
         for record in (first, second)
     ]
     for event, other in zip_longest(*events):

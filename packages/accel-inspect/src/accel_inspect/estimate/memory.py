@@ -118,11 +118,10 @@ class TrainingSetup:
         """
         if self.optimizer == "host_adamw":
             return 0
-        trained = self.sizes.trainable
         if self.optimizer == "muon":
-            rest = MASTER * _ceil(trained - self.sizes.matrices, shards)
+            rest = MASTER * _ceil(self.sizes.trainable - self.sizes.matrices, shards)
             return max(rest, 5 * 2 * self.sizes.matrix)
-        return MASTER * _ceil(trained, shards)
+        return MASTER * _ceil(self.sizes.trainable, shards)
 
 
 @frozen
