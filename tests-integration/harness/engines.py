@@ -40,7 +40,8 @@ def deepspeed_process() -> Generator[None]:
         try:
             yield
         finally:
-            ds_module("utils.groups")._WORLD_GROUP = None
+            for name in ("_WORLD", "_DATA_PARALLEL", "_MODEL_PARALLEL", "_TENSOR_MODEL_PARALLEL"):
+                setattr(ds_module("utils.groups"), f"{name}_GROUP", None)
             for name in {*os.environ} - {*before}:
                 del os.environ[name]
 

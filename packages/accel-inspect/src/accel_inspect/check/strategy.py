@@ -23,7 +23,7 @@ from accel_inspect.estimate.memory import Buckets
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.deepspeed.strategy import check_request, configuration_of
+from accel_plugins.deepspeed.strategy import check_request, configuration_of, tensor_size_of
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.megatron import strategy as megatron
 from accel_plugins.megatron.data import MegatronLMDummyScheduler, with_all_micro_batches
@@ -226,7 +226,7 @@ class FakeDeepSpeed(FakeStrategy):
         check_request(self.plugin.hf_ds_config, bundle, trains=False)
         if not bundle.models:
             return
-        world_size = self.runtime.topology.world_size
+        world_size = self.runtime.topology.world_size // tensor_size_of(self.plugin)
         configuration = configuration_of(self.plugin, bundle.models[0], bundle, world_size, self.handlers)
         zero = configuration.get("zero_optimization", {})
         keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters")

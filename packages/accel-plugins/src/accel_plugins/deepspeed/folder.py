@@ -60,6 +60,16 @@ def engine_folder(directory: AnyPath, name: str, index: int) -> AnyPath:
     return directory / name
 
 
+def model_file(folder: Path, tensor_rank: int) -> Path:
+    """Return the file of a model's weights on a tensor-parallel rank, of stages that do not shard them."""
+    return folder / f"mp_rank_{tensor_rank:02d}_model_states.pt"
+
+
+def is_split_over(folder: Path, size: int) -> bool:
+    """Return whether a checkpoint is of a model that so many tensor-parallel ranks have split."""
+    return model_file(folder, size - 1).is_file() and not model_file(folder, size).is_file()
+
+
 def _list_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     """Return the files whose names match a pattern, in the order of ranks."""
     paths: dict[int, Path] = {}

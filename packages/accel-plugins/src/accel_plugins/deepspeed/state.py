@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_ops.modules import extract_model_from_parallel, replaced_attributes
-from accel_plugins.deepspeed.folder import engine_folder, load_file, read_folder
+from accel_plugins.deepspeed.folder import engine_folder, is_split_over, load_file, model_file, read_folder
 from accel_plugins.deepspeed.library import (
     GatheredParameters,
     ds_module,
@@ -21,6 +21,7 @@ from accel_plugins.deepspeed.library import (
     is_sharded,
     plain_masters,
 )
+from accel_plugins.deepspeed.tensor import SplitLayers
 from accel_plugins.full_parameters import FullParameters, ParameterSource, named_parameters_of
 from accel_plugins.sharding.shards import group_tied_names
 from accel_plugins.sharding.state import (
@@ -78,14 +79,15 @@ class DeepSpeedStates(States):
         if module is None:
             yield super().full_state_dict(model)
             return
+        layers = SplitLayers(module)
         masters = _Masters(self.strategy.engine_of(model) if exact else None)
         to_host = any(map(is_sharded, module.parameters()))
         for names, value in group_tied_names(module.state_dict(keep_vars=True)):
             full: Any = value
             if isinstance(value, Tensor):
-                full = masters.gather(value)
-                with GatheredParameters([value] if full is None else []):
-                    full = value.detach() if full is None else full
+                master = masters.gather(value)
+                with GatheredParameters([value] if master is None else []), layers.whole(value, master):
+                    full = value.detach() if master is None or value in layers else master
                     full = full.to("cpu", copy=is_sharded(value)) if keep and to_host else full
             yield dict.fromkeys(names, full) if keep else {}
             del full  # It is freed before the next tensor is gathered.
@@ -104,17 +106,18 @@ class DeepSpeedStates(States):
         if module is None:
             yield from super().iter_full_parameters(model, request)
             return
+        layers = SplitLayers(module)
         for names, parameter in named_parameters_of(module.state_dict(keep_vars=True)):
             if not any(map(request.selects, names)):
                 continue
-            if not request.values:
+            if not request.values and parameter not in layers:
                 shape, dtype = (
                     getattr(parameter, "ds_shape", parameter.shape),
                     request.dtype_of(parameter.dtype),
                 )
                 full = torch.empty(shape, dtype=dtype, device="meta")
             else:
-                with GatheredParameters([parameter]):
+                with GatheredParameters([parameter]), layers.whole(parameter):
                     full = parameter.detach()
                     if request.keep:
                         full = full.to(request.dtype_of(parameter.dtype), copy=is_sharded(parameter))
@@ -122,10 +125,11 @@ class DeepSpeedStates(States):
                 yield name, full
 
     def sources(self, model: nn.Module) -> Sequence[ParameterSource]:
-        if self._module_of(model) is not None and any(map(is_sharded, model.parameters())):
+        is_split = self.strategy.tensor_size > 1 or any(map(is_sharded, model.parameters()))
+        if self._module_of(model) is not None and is_split:
             raise UnsupportedError(
-                "weight_source(track_changes=True) with ZeRO stage 3 of DeepSpeed, whose shards it does not "
-                "compare: use stage 2, or FSDP2."
+                "weight_source(track_changes=True) with ZeRO stage 3 or AutoTP of DeepSpeed, whose shards it "
+                "does not compare: use stage 2 without AutoTP, or FSDP2."
             )
         return super().sources(model)
 
@@ -140,7 +144,7 @@ class DeepSpeedStates(States):
                 "load_state_dict(assign=True): DeepSpeed's engine keeps its own tensors. Remove assign."
             )
         # 1. Refuse a state dict that does not fit.
-        current = module.state_dict(keep_vars=True)
+        current, layers = module.state_dict(keep_vars=True), SplitLayers(module)
         missing, unexpected = sorted(current.keys() - state.keys()), sorted(state.keys() - current.keys())
         is_strict = options.get("strict", True) and (missing or unexpected)
         problems = [f"missing keys {missing}, unexpected keys {unexpected}"] if is_strict else []
@@ -148,7 +152,8 @@ class DeepSpeedStates(States):
             name: value for name, value in current.items() if name in state and isinstance(value, Tensor)
         }
         for name, value in tensors.items():
-            saved, own = tuple(state[name].shape), tuple(getattr(value, "ds_shape", value.shape))
+            with layers.whole(value):
+                saved, own = tuple(state[name].shape), tuple(getattr(value, "ds_shape", value.shape))
             if saved != own:
                 problems.append(f"{name} has the shape {saved} in the state dict and {own} in the model")
         if problems:
@@ -164,7 +169,7 @@ class DeepSpeedStates(States):
                 continue
             seen.add(id(value))
             stored: Any = state[name]  # a tensor, or a safetensors slice
-            full = stored if isinstance(stored, Tensor) else stored[:]
+            full = layers.shard(value, stored if isinstance(stored, Tensor) else stored[:])
             with GatheredParameters([value], modifier_rank=0):
                 if not is_sharded(value) or dist.get_rank() == 0:
                     value.copy_(full)
@@ -197,6 +202,7 @@ class DeepSpeedStates(States):
         if not is_flattened(outer):
             return getattr(outer, "optimizer", outer).state_dict() if keep else {}
         flat_states, states, names = outer.optimizer.state, dict[str, Any](), self._names()
+        layers = SplitLayers(owner.engine.module)
         for group, name, tensor in _trained(owner, names):
             flat: Any = next((flat for flat in _flats(owner, group) if flat in flat_states), None)
             entry: dict[str, Any] = {}
@@ -211,7 +217,9 @@ class DeepSpeedStates(States):
                         "engine's own folder."
                     )
                 full = ds_module("utils").safe_get_full_optimizer_state(tensor, key)
-                entry[key] = full.detach().cpu() if keep else None
+                with layers.whole(tensor, full):
+                    full = tensor.detach() if tensor in layers else full.detach()
+                entry[key] = full.cpu() if keep else None
             states |= {name: entry} if entry else {}
         groups = [*outer.optimizer.param_groups]
         return names_to_indices({"state": states, "param_groups": groups}, names) if keep else {}
@@ -243,7 +251,7 @@ class DeepSpeedStates(States):
         """Load a state dict that is keyed by parameter name into the optimizer."""
         del optimizer, models
         owner, names, saved = self.strategy.wrapper, self._names(), state["param_groups"]
-        outer, utils = owner.optimizer, ds_module("utils")
+        outer, utils, layers = owner.optimizer, ds_module("utils"), SplitLayers(owner.engine.module)
         trained = {name for _, name, _ in _trained(owner, names)}
         check_groups(
             *(
@@ -271,7 +279,7 @@ class DeepSpeedStates(States):
             # 2. Copy the values.
             for key, value in entry.items():
                 if _is_flat(value):
-                    full = value.to(tensor.device, torch.float32)
+                    full = layers.shard(tensor, value.to(tensor.device, torch.float32))
                     if is_sharded(tensor):
                         utils.safe_set_local_optimizer_state(tensor, _local_shard(tensor, full), key)
                     else:
@@ -302,12 +310,19 @@ class DeepSpeedStates(States):
             path = directory / f"{folder_name(index)}.bin"
             super().load_full_state_dict(model, torch.load(path, map_location="cpu", weights_only=True))
             return
-        engine = owner.engine
+        engine, tensor = owner.engine, self.strategy.tensor_size
         folder = cast("Path", engine_folder(directory, folder_name(index), index))  # local, as `directory`
-        saved = read_folder(folder)
         # 1. Have the engine load a checkpoint of the same world size and ZeRO stage.
+        is_alike = (
+            tensor > 1
+            and is_split_over(folder, tensor)
+            and load_file(model_file(folder, 0))["dp_world_size"] == engine.dp_world_size
+        )
+        saved = None if is_alike else read_folder(folder)
         stage = int(engine.zero_optimization_stage())
-        if saved.stage == stage and saved.models[0]["dp_world_size"] == engine.dp_world_size:
+        if saved is None or (
+            saved.stage == stage and saved.models[0]["dp_world_size"] == engine.dp_world_size
+        ):
             del saved
 
             def load_safely(path: str, map_location: Any = None) -> Any:

@@ -96,9 +96,12 @@ class DeepSpeedStrategy(Strategy):
             self.ulysses, self.sequence_options = Ulysses(self.mesh["sp"], averages_losses=False), options
             length = None if options.sp_seq_length_is_variable else options.sp_seq_length
             self.shard_sequences = replace(self.ulysses.shard, length=length)
-        sharers = 1 if self.ulysses is None else self.ulysses.size
+        self.tensor_size = _tensor_size_of(plugin, topology.world_size, stage)
+        sharers = self.tensor_size if self.ulysses is None else self.ulysses.size
         self.sharding = BatchSharding(
-            num_shards=topology.world_size // sharers, shard_index=topology.rank // sharers
+            num_shards=topology.world_size // sharers,
+            shard_index=topology.rank // sharers,
+            repeats=topology.rank % self.tensor_size != 0,
         )
         self._wrapper: DeepSpeedEngineWrapper | None = None
         self.states = DeepSpeedStates(self)
@@ -346,6 +349,27 @@ def _mesh_of(runtime: Runtime, handlers: Mapping[type, Any]) -> Any:
     return config.get_device_mesh(runtime.device.type) if config.sp_enabled else None
 
 
+def tensor_size_of(plugin: DeepSpeedPlugin) -> int:
+    """Return over how many ranks AutoTP of a configuration splits layers."""
+    return plugin.get_value("tensor_parallel.autotp_size") or 1
+
+
+def _tensor_size_of(plugin: DeepSpeedPlugin, world_size: int, stage: int) -> int:
+    """Return the size of AutoTP; refuse what a configuration cannot have beside it, and AutoEP."""
+    size = tensor_size_of(plugin)
+    if plugin.get_value("expert_parallel.enabled"):
+        raise UnsupportedError(
+            "expert_parallel in the DeepSpeed configuration: accel shards experts with FSDP2 alone. Use "
+            "ParallelismConfig(ep_size=…) without a DeepSpeedPlugin."
+        )
+    if size > 1 and (stage not in {1, 2} or world_size % size):
+        raise SettingsError(
+            f"tensor_parallel.autotp_size={size} in the DeepSpeed configuration, with zero stage {stage} and "
+            f"{world_size} processes: use stage 1 or 2, and a size that divides the number of processes."
+        )
+    return size
+
+
 def _check_attention(model: nn.Module, wanted: str) -> None:
     """Refuse a model that computes another attention than the options of sequence parallelism name."""
     used = getattr(getattr(model, "config", None), "_attn_implementation", wanted)
@@ -366,7 +390,7 @@ def configuration_of(
     source = "" if steps is None else f"Accelerator(gradient_accumulation_steps={steps!r})"
     config = autofill(
         plugin.deepspeed_config,
-        world_size=world_size,
+        world_size=world_size * tensor_size_of(plugin),  # DeepSpeed counts all ranks
         micro_batch=batch_size_of(
             bundle.dataloaders,
             smallest=plugin.is_train_batch_min,
