@@ -57,6 +57,11 @@ SAYS = {
     "packed_sft": r"epoch 0: loss per byte 4\.\d+ of 11790 .*epoch 2: loss per byte 2\.\d+ of 11790 bytes\n$",
     "pipeline_training": r"epoch 0: loss [34]\.\d+\n.*epoch 3: loss [0-3]\.\d+\n$",
     "profiler": r"Self CPU time total",
+    "qlora": (
+        r"^20,480 of 40,960 packed bytes on this process\n"
+        r"loss [34]\.\d+\nloss ([34]\.\d+) after resuming, \1 without interruption\n"
+        r"merged: logits differ by at most \de-0[4-9]\n$"
+    ),
     "weights_out": r"^epoch 0: the engine has 1\d\d\d of 1797 right\n.*epoch 2: the engine has 1[5-7]\d\d of",
     "weight_sync": (
         r"^epoch 0: 19,220 bytes sent, the engine has 1\d\d\d of 1797 right\n"

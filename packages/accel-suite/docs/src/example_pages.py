@@ -50,6 +50,7 @@ TITLES = {
     "by_feature/packed_sft": "Packed fine-tuning with a budget of tokens",
     "by_feature/pipeline_training": "Training a pipeline of processes",
     "by_feature/profiler": "Profiling some steps",
+    "by_feature/qlora": "QLoRA under FSDP2",
     "by_feature/schedule_free": "A schedule-free optimizer",
     "by_feature/tracking": "Tracking an experiment",
     "by_feature/weight_sync": "Weights that changed, for an inference engine",
