@@ -6,10 +6,12 @@ metadata files into the folder's index. The format is that of `torch.distributed
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -146,6 +148,19 @@ class _LoadPlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings.get(key, (key,)), loaded)
 
 
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """Pause Python's garbage collector, which would visit millions of new objects again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_uncollected()
 def write_index(folder: AnyPath, ranks: Iterable[int]) -> list[str]:
     """Merge the metadata files of all ranks into a DCP folder's index; remove them, return their names."""
     metadata_files = [folder / local_metadata_file(rank) for rank in ranks]
@@ -264,6 +279,7 @@ class TensorMetadata:
     dtype: torch.dtype | None = None
 
 
+@_uncollected()
 def read_index(folder: AnyPath) -> Metadata:
     """Read the index of a DCP folder."""
     path = folder / INDEX_NAME
