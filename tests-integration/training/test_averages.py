@@ -93,3 +93,46 @@ def test_it_goes_on_under_another_strategy(before, after, tmp_path):
     accelerator.load_state(tmp_path / "checkpoint")
     train_prepared(accelerator, *parts, 1)
     check_equals_alone(accelerator, parts[1], 4)
+
+
+@distributed(world_size=2)
+def save_on_two(folder):
+    accelerator, *parts = prepared(2)
+    train_prepared(accelerator, *parts, 3)
+    accelerator.save_state(folder)
+
+
+@distributed(world_size=3)
+def go_on_on_three(folder):
+    accelerator, *parts = prepared(2)
+    accelerator.load_state(folder)
+    train_prepared(accelerator, *parts, 1)
+    check_equals_alone(accelerator, parts[1], 4)
+
+
+def test_it_goes_on_on_another_number_of_ranks(tmp_path):
+    save_on_two(folder=tmp_path / "checkpoint")
+    go_on_on_three(folder=tmp_path / "checkpoint")
+
+
+def swap(weights, others):
+    with torch.no_grad():
+        for weight, other in zip(weights, others, strict=True):
+            kept = weight.clone()
+            weight.copy_(other)
+            other.copy_(kept)
+
+
+@pytest.mark.parametrize("version", [None, 2])
+@distributed(world_size=2)
+def test_it_swaps_places_with_the_model_for_an_evaluation(version):
+    accelerator, model, averaged, optimizer = prepared(version)
+    train_prepared(accelerator, model, averaged, optimizer, 3)
+    inputs, _ = make_data()
+    swap(model.parameters(), averaged.parameters())
+    with torch.no_grad():
+        outputs = model(inputs)
+    torch.testing.assert_close(outputs, train_alone(3)(inputs))
+    swap(model.parameters(), averaged.parameters())
+    train_prepared(accelerator, model, averaged, optimizer, 1)
+    check_equals_alone(accelerator, averaged, 4)
