@@ -60,6 +60,21 @@ def test_all_ranks_get_all_texts_in_rank_order_round_after_round() -> None:
         assert texts == [[f"{number}ü{rank}" for rank in range(8)]] * 8
 
 
+@pytest.mark.parametrize("world_size", [8, 64])
+def test_what_the_others_get_does_not_grow_with_ranks_that_say_the_same(world_size) -> None:
+    store = HashStore()
+    gathers = [all_gather(store, rank, world_size) for rank in range(world_size)]
+
+    def exchange(rank):
+        said = [f"the files of rank {rank}", ""]
+        return gathers[rank].exchange("save", said, public=lambda rows: [[None, row[1]] for row in rows])
+
+    first, *others = on_all(world_size, exchange)
+    assert first == [[f"the files of rank {rank}", ""] for rank in range(world_size)]
+    assert others == [[[None, ""]] * world_size] * (world_size - 1)
+    assert len(store.get("accel/checkpoint/test/1/all")) == len(f'[[[null, ""], {world_size}]]')
+
+
 def test_the_store_does_not_fill_up() -> None:
     store = HashStore()
     gathers = [all_gather(store, rank, 4) for rank in range(4)]
@@ -121,7 +136,7 @@ def test_a_rank_waits_for_rank_0_wherever_that_is(monkeypatch, inside) -> None:
     def counting(ranks):
         polls.append(ranks)
         if len(polls) == 20:  # rank 0 comes
-            PrefixStore("accel/checkpoint/test/1", store).set("all", "[0, 1]")
+            PrefixStore("accel/checkpoint/test/1", store).set("all", "[[0, 1], [1, 1]]")
         return statuses(ranks)
 
     monkeypatch.setattr(monitor, "statuses", counting)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -64,9 +65,11 @@ class SingleProcess:
 
     world_size = 1
 
-    def exchange(self, operation: str, value: Any, *, last: bool = False, alone: Any = None) -> list[Any]:
+    def exchange(
+        self, operation: str, value: Any, *, last: bool = False, alone: Any = None, public: Any = None
+    ) -> list[Any]:
         """Return the value alone."""
-        del operation, last, alone
+        del operation, last, alone, public
         return [value]
 
 
@@ -88,8 +91,8 @@ class StoreAllGather:
     """An all-gather of JSON values over a store; each thread needs an instance of its own.
 
     Every rank makes a constant number of requests, whatever the number of ranks: rank 0 collects the values,
-    and stores all of them as one for the other ranks. Where a rank is never proves that it will not come, so
-    that rank 0 tells those that come late what it has done alone.
+    and stores all of them as one for the other ranks, equal ones of consecutive ranks once. Where a rank is
+    never proves that it will not come, so that rank 0 tells those that come late what it has done alone.
 
     Args:
         store: A connection to the store of the process group that no other thread waits on.
@@ -119,7 +122,15 @@ class StoreAllGather:
         # The store keeps the count: a second Accelerator of the process continues it.
         self._round = self._store.add(f"rounds/{rank}", 0)
 
-    def exchange(self, operation: str, value: Any, *, last: bool = False, alone: Any = None) -> list[Any]:
+    def exchange(
+        self,
+        operation: str,
+        value: Any,
+        *,
+        last: bool = False,
+        alone: Any = None,
+        public: Callable[[list[Any]], list[Any]] = list,
+    ) -> list[Any]:
         """All-gather a JSON value, in rank order.
 
         Args:
@@ -127,6 +138,7 @@ class StoreAllGather:
             value: This rank's value.
             last: Whether nothing is exchanged afterwards, so that the process that keeps the store may end.
             alone: A JSON value that describes the operation, if rank 0 may do it alone.
+            public: Returns what the other ranks get of the values, all of which rank 0 has.
 
         Raises:
             AbsentRankError: Rank 0 does it alone. The error is raised there, and on ranks that come later.
@@ -136,7 +148,7 @@ class StoreAllGather:
             while True:
                 self._round = self._store.add(f"rounds/{self._rank}", 1)
                 self._store.set(f"{self._round}/{self._rank}", json.dumps(value))
-                values = self._receive(operation) if self._rank else self._collect(operation, alone)
+                values = self._receive(operation) if self._rank else self._collect(operation, alone, public)
                 if not isinstance(values, dict):
                     break
                 self._uncount()  # rank 0 has done something alone in this round
@@ -153,7 +165,7 @@ class StoreAllGather:
             ) from error
         return values
 
-    def _collect(self, operation: str, alone: Any) -> list[Any]:
+    def _collect(self, operation: str, alone: Any, public: Callable[[list[Any]], list[Any]]) -> list[Any]:
         """On rank 0: collect the values of all ranks; store them for the others, or why there are none."""
         keys = [f"{self._round}/{rank}" for rank in range(self.world_size)]
         answer = f"{self._round}/all"
@@ -168,7 +180,8 @@ class StoreAllGather:
             raise
         self._was_alone = False
         values = [json.loads(text) for text in present_values(self._store, keys).values()]
-        self._store.set(answer, json.dumps(values))
+        runs = [[value, len([*equal])] for value, equal in groupby(public(values))]
+        self._store.set(answer, json.dumps(runs))
         self._store.delete_key(keys[0])
         for finished in self._answered:  # every rank has read them
             for part in ("all", "left", "empty"):
@@ -179,11 +192,13 @@ class StoreAllGather:
     def _receive(self, operation: str) -> list[Any] | dict[str, Any]:
         """On the other ranks: wait for the values that rank 0 has collected, or what it does alone."""
         self._wait(operation, [f"{self._round}/all"])
-        values: list[Any] | dict[str, Any] | str = json.loads(self._store.get(f"{self._round}/all"))
+        answer: list[Any] | dict[str, Any] | str = json.loads(self._store.get(f"{self._round}/all"))
         self._store.delete_key(f"{self._round}/{self._rank}")  # rank 0 has read it
-        if isinstance(values, str):
-            raise DistributedOperationException(values)
-        return values
+        if isinstance(answer, str):
+            raise DistributedOperationException(answer)
+        return (
+            answer if isinstance(answer, dict) else [value for value, count in answer for _ in range(count)]
+        )
 
     def _uncount(self) -> None:
         """Undo the count of a collective that other ranks have not begun."""

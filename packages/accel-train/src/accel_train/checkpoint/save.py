@@ -390,7 +390,7 @@ class _Job:
             written = {} if self.problem else _write(self)
             # 1. All-gather what was written.
             row = {name: asdict(record) for name, record in written.items()}, self.problem, self.run.committer
-            rows = self.agreement.exchange(WHAT, row)
+            rows = self.agreement.exchange(WHAT, row, public=_for_other_ranks)
             problems = [problem for _, problem, _ in rows if problem]
             # 2. Commit it, or remove it, before another rank may return.
             self.problem = ""
@@ -410,6 +410,12 @@ class _Job:
                 f"There is no new checkpoint at {str(self.target)!r}: {'; '.join(problems)}. "
                 "Older ones are unchanged."
             )
+
+
+def _for_other_ranks(rows: list[Any]) -> list[Any]:
+    """Return what was written without the records of files, unless a rank of each host commits its own."""
+    commits_alone = not any(committer for *_, committer in rows)
+    return [[{}, *rest] for _, *rest in rows] if commits_alone else rows
 
 
 def _write(job: _Job) -> dict[str, FileRecord]:
