@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel_ops.modules import model_has_dtensor, without_compiler
-from accel_plugins.sharding.quantised import is_quantised, prepare_quantised
+from accel_plugins.sharding.quantised import check_torchao, is_quantised, prepare_quantised
 from accel_plugins.sharding.shards import ShardedStates, gather_full_tensor, group_tied_names, shard_like
 from accel_plugins.sharding.state import strip_wrapper_prefixes
 from accel_plugins.sharding.step import clip_norm, clip_values, one_mesh_per_group
@@ -269,6 +269,7 @@ class ShardedStrategy(Strategy):
         may_be_empty = self.only_main_has_values and not self.runtime.topology.is_main
         check_not_lazy(model)
         for name, parameter in model.named_parameters():
+            check_torchao(name, parameter)
             if is_quantised(parameter) and not self.shards_quantised:
                 raise SettingsError(
                     f"{type(model).__name__}: the parameter {name!r} is quantised "
