@@ -317,7 +317,8 @@ def _fork(
     entry.__name__ = entry.__qualname__ = getattr(function, "__name__", type(function).__name__)
     log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     try:
-        with environ.patch_environment(torchelastic_signals_to_handle=config.signals_to_handle):
+        signals = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # since PyTorch 2.10
+        with environ.patch_environment(torchelastic_signals_to_handle=signals):
             log.addFilter(_has_no_traceback)
             try:
                 return dict(sorted(elastic_launch(config, entry)(*args).items()))
