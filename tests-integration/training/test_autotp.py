@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
@@ -82,6 +83,9 @@ def check_equality(stage, shards, folder):
         assert state.keys() == right.keys()
         for name, value in right.items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5)
+    if accelerator.is_main_process:  # without a collective
+        told = {spec.name: spec.shape for spec in accelerator.weight_source(model).metadata()}
+        assert told == {name: tuple(value.shape) for name, value in right.items()}
     gathered = states.optimizer_tensors(optimizer, [model])["state"]
     for name, entry in moments.items():
         torch.testing.assert_close(gathered[name]["exp_avg"], entry["exp_avg"], rtol=0, atol=1e-5)
@@ -116,11 +120,12 @@ def test_two_pairs_of_such_ranks_do(tmp_path):
 @distributed(world_size=2)
 def test_what_a_configuration_cannot_have_beside_it_is_refused_by_name():
     with deepspeed_process():
-        for plugin, error, words in (
-            (configured(3), SettingsError, r"autotp_size=2 .* stage 3"),
-            (configured(1, size=3), SettingsError, r"autotp_size=3 .* 2 processes"),
-            (configured(1, size=1, expert_parallel={"enabled": True}), UnsupportedError, "expert_parallel"),
+        for plugin, axes, error, words in (
+            (configured(3), None, SettingsError, r"autotp_size=2 .* stage 3"),
+            (configured(1, size=3), None, SettingsError, r"autotp_size=3 .* 2 processes"),
+            (configured(1), ParallelismConfig(sp_size=2), SettingsError, "autotp_size=2 .* no sp_size"),
+            (configured(1, 1, expert_parallel={"enabled": True}), None, UnsupportedError, "expert_parallel"),
         ):
             AcceleratorState._reset_state()
             with pytest.raises(error, match=words):
-                Accelerator(cpu=True, deepspeed_plugin=plugin)
+                Accelerator(cpu=True, deepspeed_plugin=plugin, parallelism_config=axes)

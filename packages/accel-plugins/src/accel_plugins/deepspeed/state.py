@@ -67,6 +67,10 @@ class DeepSpeedStates(States):
         core = extract_model_from_parallel(model, keep_torch_compile=False)
         return core if any(map(is_sharded, core.parameters())) else None
 
+    def _shape_of(self, name: str, value: Tensor) -> torch.Size:
+        """Return the shape of a tensor of a state dict, before it was sharded or split."""
+        return getattr(value, "ds_shape", self.strategy.shapes.get(name, value.shape))
+
     @torch.no_grad()
     def iter_full_state_dict(
         self, model: nn.Module, *, keep: bool = True, exact: bool = False
@@ -110,11 +114,8 @@ class DeepSpeedStates(States):
         for names, parameter in named_parameters_of(module.state_dict(keep_vars=True)):
             if not any(map(request.selects, names)):
                 continue
-            if not request.values and parameter not in layers:
-                shape, dtype = (
-                    getattr(parameter, "ds_shape", parameter.shape),
-                    request.dtype_of(parameter.dtype),
-                )
+            if not request.values:
+                shape, dtype = self._shape_of(names[0], parameter), request.dtype_of(parameter.dtype)
                 full = torch.empty(shape, dtype=dtype, device="meta")
             else:
                 with GatheredParameters([parameter]), layers.whole(parameter):
@@ -144,7 +145,7 @@ class DeepSpeedStates(States):
                 "load_state_dict(assign=True): DeepSpeed's engine keeps its own tensors. Remove assign."
             )
         # 1. Refuse a state dict that does not fit.
-        current, layers = module.state_dict(keep_vars=True), SplitLayers(module)
+        current = module.state_dict(keep_vars=True)
         missing, unexpected = sorted(current.keys() - state.keys()), sorted(state.keys() - current.keys())
         is_strict = options.get("strict", True) and (missing or unexpected)
         problems = [f"missing keys {missing}, unexpected keys {unexpected}"] if is_strict else []
@@ -152,8 +153,7 @@ class DeepSpeedStates(States):
             name: value for name, value in current.items() if name in state and isinstance(value, Tensor)
         }
         for name, value in tensors.items():
-            with layers.whole(value):
-                saved, own = tuple(state[name].shape), tuple(getattr(value, "ds_shape", value.shape))
+            saved, own = tuple(state[name].shape), tuple(self._shape_of(name, value))
             if saved != own:
                 problems.append(f"{name} has the shape {saved} in the state dict and {own} in the model")
         if problems:
@@ -162,7 +162,7 @@ class DeepSpeedStates(States):
                 f"{some_of(problems, most=20, width=300)}."
             )
         # 2. Copy the weights, and exact values to the master weights; tied ones have several names.
-        masters = _Masters(self.strategy.engine_of(model))
+        masters, layers = _Masters(self.strategy.engine_of(model)), SplitLayers(module)
         seen: set[int] = set()
         for name, value in tensors.items():
             if id(value) in seen:

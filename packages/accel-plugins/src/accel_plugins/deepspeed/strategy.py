@@ -96,7 +96,8 @@ class DeepSpeedStrategy(Strategy):
             self.ulysses, self.sequence_options = Ulysses(self.mesh["sp"], averages_losses=False), options
             length = None if options.sp_seq_length_is_variable else options.sp_seq_length
             self.shard_sequences = replace(self.ulysses.shard, length=length)
-        self.tensor_size = _tensor_size_of(plugin, topology.world_size, stage)
+        self.tensor_size, self.shapes = tensor_size_of(plugin), dict[str, torch.Size]()
+        self._check_tensor_size(stage)
         sharers = self.tensor_size if self.ulysses is None else self.ulysses.size
         self.sharding = BatchSharding(
             num_shards=topology.world_size // sharers,
@@ -111,6 +112,21 @@ class DeepSpeedStrategy(Strategy):
         """The selected plugin."""
         first, *_ = self.plugins.values()
         return next((plugin for plugin in self.plugins.values() if plugin.selected), first)
+
+    def _check_tensor_size(self, stage: int) -> None:
+        """Refuse what a configuration cannot have beside AutoTP, and AutoEP."""
+        size, world_size = self.tensor_size, self.runtime.topology.world_size
+        if self.plugin.get_value("expert_parallel.enabled"):
+            raise UnsupportedError(
+                "expert_parallel in the DeepSpeed configuration: accel shards experts with FSDP2 alone. Use "
+                "ParallelismConfig(ep_size=…) without a DeepSpeedPlugin."
+            )
+        if size > 1 and (stage not in {1, 2} or self.ulysses is not None or world_size % size):
+            raise SettingsError(
+                f"tensor_parallel.autotp_size={size} in the DeepSpeed configuration, with zero stage {stage} "
+                f"and {world_size} processes: use stage 1 or 2, a size that divides the number of processes, "
+                "and no sp_size."
+            )
 
     def check(self, bundle: Bundle) -> None:
         fresh = [model for model in bundle.models if not self._is_engine(model)]
@@ -185,7 +201,10 @@ class DeepSpeedStrategy(Strategy):
         schedule = _find_placeholder(bundle)
         if schedule is not None and schedule.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = schedule.lr_scheduler_callable
-        # 2. Build the engine, and undo changes that affect training.
+        # 2. Build the engine, and undo changes that affect training. AutoTP splits layers: note their shapes.
+        if self.tensor_size > 1:
+            named = model.named_parameters(remove_duplicate=False)
+            self.shapes = {name: parameter.shape for name, parameter in named}
         with hang_monitor.collective_scope("prepare"):
             engine, optimizer, _, scheduler = self.deepspeed.initialize(**arguments)
         # ZeRO replaces the user's Adagrad with a new one without its groups and scheduler.
@@ -352,22 +371,6 @@ def _mesh_of(runtime: Runtime, handlers: Mapping[type, Any]) -> Any:
 def tensor_size_of(plugin: DeepSpeedPlugin) -> int:
     """Return over how many ranks AutoTP of a configuration splits layers."""
     return plugin.get_value("tensor_parallel.autotp_size") or 1
-
-
-def _tensor_size_of(plugin: DeepSpeedPlugin, world_size: int, stage: int) -> int:
-    """Return the size of AutoTP; refuse what a configuration cannot have beside it, and AutoEP."""
-    size = tensor_size_of(plugin)
-    if plugin.get_value("expert_parallel.enabled"):
-        raise UnsupportedError(
-            "expert_parallel in the DeepSpeed configuration: accel shards experts with FSDP2 alone. Use "
-            "ParallelismConfig(ep_size=…) without a DeepSpeedPlugin."
-        )
-    if size > 1 and (stage not in {1, 2} or world_size % size):
-        raise SettingsError(
-            f"tensor_parallel.autotp_size={size} in the DeepSpeed configuration, with zero stage {stage} and "
-            f"{world_size} processes: use stage 1 or 2, and a size that divides the number of processes."
-        )
-    return size
 
 
 def _check_attention(model: nn.Module, wanted: str) -> None:
