@@ -514,11 +514,15 @@ def test_bad_input_is_one_error_on_every_rank():
         accelerator.prepare(model, stranger)
     with pytest.raises(SettingsError, match=r"got other models on rank 1 than on rank 0"):
         accelerator.prepare(nn.Linear(2, 2 + accelerator.process_index))
+    odd = nn.Linear(2, 2, device="meta" if accelerator.process_index == 1 else "cpu")
+    with pytest.raises(SettingsError, match=r"other models on the meta device on rank 1 than on rank 0"):
+        accelerator.prepare(odd)
+    odd = nn.Linear(2, 2)
     if accelerator.process_index == 1:
-        odd = nn.Linear(2, 2, device="meta")
-        text = "is on the meta device on rank 1"
+        odd.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
+        text = "the parameter 'weight' is on the meta device on rank 1"
     else:
-        odd, text = nn.Linear(2, 2), "rank 1: Linear: the parameter 'weight' is on the meta device"
+        text = "rank 1: Linear: the parameter 'weight' is on the meta device"
     with pytest.raises(SettingsError, match=text):
         accelerator.prepare(odd)
     flat = nn.Linear(2, 2)

@@ -14,7 +14,7 @@ from dataclasses import field, replace
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +56,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _HOST_TYPES = ("cpu", "meta")
-How = Literal["map", "cast", "read", "pinned", "copy", "in place", "broadcast", "quantize"]
-"""How a tensor is loaded: mapped; read and cast; read; through pinned buffers; copied; left in its file;
-from rank 0; as a part of a quantised weight."""
+How = Literal["map", "cast", "read", "part", "pinned", "copy", "in place", "broadcast", "quantize"]
+"""How a tensor is loaded: mapped; read and cast; read; only this rank's shard of it; through pinned buffers;
+copied; left in its file; from rank 0; as a part of a quantised weight."""
 
 
 class WeightQuantizer(Protocol):
@@ -218,6 +218,9 @@ def assign(
             if step.device == "disk":
                 _to_disk(source, step, assignment, index)
                 continue
+            if step.how == "part":
+                _put_part(model, source, step)
+                continue
             value = uploaded.pop(step.key) if step.key in uploaded else source.get(step.key)
             is_in_memory = step.how in ("broadcast", "cast", "read") and str(step.device) == "cpu"
             if assignment.spill and is_in_memory and can_replace_mapped():
@@ -253,6 +256,8 @@ def _step(
         how = "broadcast"
     elif device == "disk":
         how = "in place" if source.in_place else "read"
+    elif hasattr(target, "device_mesh") and not assignment.shards:
+        how, shape = "part", cast("Any", target).to_local().shape
     elif device is not None and torch.device(device).type not in _HOST_TYPES:
         how = "pinned" if source.in_place else "copy"
     elif device is None or not source.mapped:
@@ -316,8 +321,35 @@ def _put_quantized(
     owner._parameters[leaf] = parameter
 
 
+def _put_part(model: nn.Module, source: Source, step: AssignStep) -> None:
+    """Read this rank's shard of a tensor."""
+    owner, leaf = owner_of(model, step.name)
+    table: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+    target = table[leaf]
+    dim, regions = import_module("accel_ops.weights.regions").regions_of(target)
+    parts = [source.part(step.key, region) for region in regions]
+    value = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    if target.is_meta:
+        table[leaf] = _shard_of(value.to(step.dtype), target)
+    else:
+        target.detach().to_local().copy_(value)  # a sharded model keeps its parameter objects
+
+
+def _shard_of(local: Tensor, like: Any) -> nn.Parameter:
+    """Return a shard with values in place of one that has none."""
+    shard = import_module("torch.distributed.tensor").DTensor.from_local(
+        local.to(like.device_mesh.device_type),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return torch.nn.Parameter(shard, requires_grad=like.requires_grad)
+
+
 def _sharded(value: Tensor, like: Any, assignment: Assignment) -> Tensor:
-    """Return this rank's shard as a `DTensor`, from the full tensor or from the shard."""
+    """Return this rank's shard as a `DTensor`, from the full tensor of rank 0 or from the shard."""
     tensors = import_module("torch.distributed.tensor")  # slow; only distributed parameters need it
     device = like.device_mesh.device_type
     if assignment.shards:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from accel_bigmodel.host_to_device import HostToDevice, upload
+from accel_bigmodel.recording import Recording
 from accel_ops.weights.hub_names import Conversion, from_hub
 from accel_ops.weights.layout import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -36,6 +38,7 @@ from accel_state.files import any_path
 from accel_state.platforms import can_replace_mapped
 from accel_state.remote import AnyPath, RemotePath
 from accel_state.streams import device_streams
+from accel_state.torch_private import disable_current_modes
 
 _log = logging.getLogger(__name__)
 _PATTERNS = (
@@ -67,6 +70,10 @@ class Source(Protocol):
         """Return one tensor, on the CPU."""
         ...
 
+    def part(self, name: str, region: Sequence[slice]) -> Tensor:
+        """Return a part of a tensor, on the CPU: a slice of each dim, with a start and a stop."""
+        return self.get(name)[tuple(region)]
+
     def upload(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
         """Return tensors by name, cast to dtypes on the host and copied to an accelerator."""
         return {name: self.get(name).to(dtype).to(device) for name, dtype in dtypes.items()}
@@ -95,6 +102,9 @@ class SafetensorsSource(Source):
 
     def get(self, name: str) -> Tensor:
         return self.file.tensor(name) if self.mapped else self.file.read(name)
+
+    def part(self, name: str, region: Sequence[slice]) -> Tensor:
+        return self.file.read_part(name, region)
 
     def upload(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
         streams = device_streams(device)
@@ -130,6 +140,9 @@ class BinSource(Source):
 
     def get(self, name: str) -> Tensor:
         return self._state[name].clone()  # the model's own, since its user may save to this path
+
+    def part(self, name: str, region: Sequence[slice]) -> Tensor:
+        return self._state[name][tuple(region)].clone()
 
 
 def _has_tensors(table: Any) -> bool:
@@ -187,10 +200,13 @@ class ConvertedSource(Source):
         self.path, self.broadcast = first.path, first.broadcast
         self.tensors = {}
         self._conversion_of: dict[str, Conversion] = {}
+        self._recorded: dict[str, tuple[Recording, Tensor]] = {}
         self._ready: dict[str, Tensor] = {}
         for conversion in conversions:
+            recording = Recording()
             try:
-                results = conversion.run(self._without_values)
+                with recording:
+                    results = conversion.run(partial(self._without_values, recording))
             except Exception as error:
                 raise CheckpointMismatchError(
                     f"the checkpoint does not match the model. {some_of(conversion.parts)} cannot be "
@@ -198,15 +214,25 @@ class ConvertedSource(Source):
                 ) from error
             self.tensors |= {name: (tuple(value.shape), value.dtype) for name, value in results.items()}
             self._conversion_of |= dict.fromkeys(results, conversion)
+            if recording.is_complete:
+                self._recorded |= {name: (recording, value) for name, value in results.items()}
 
-    def _without_values(self, key: str) -> Tensor:
+    def _without_values(self, recording: Recording, key: str) -> Tensor:
         shape, dtype = self._sources[key].tensors[key]
-        return torch.empty(shape, dtype=dtype, device="meta")
+        with disable_current_modes():
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+        return recording.source(empty, partial(self._sources[key].part, key))
 
     def get(self, name: str) -> Tensor:
         if name not in self._ready:
             self._ready |= self._conversion_of[name].run(lambda key: self._sources[key].get(key))
         return self._ready.pop(name)
+
+    def part(self, name: str, region: Sequence[slice]) -> Tensor:
+        if name not in self._recorded or self.broadcast:
+            return super().part(name, region)
+        recording, value = self._recorded[name]
+        return recording.read(value, region)
 
     def check_unchanged(self) -> None:
         for source in dict.fromkeys(self._sources.values()):

@@ -7,15 +7,16 @@ Linux rejects a file larger than the host's memory.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import mmap
+import operator
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from io import BufferedReader, FileIO
-from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,37 @@ class SafetensorsFile:
             self.read_into(tensor.view(-1).view(torch.uint8), entry.begin)
         return tensor
 
+    def read_part(self, name: str, region: Sequence[slice]) -> Tensor:
+        """Read a part of one tensor into new memory, and of the file the bytes of this part only.
+
+        Of a file on an object store, whole rows of dim 0 are read: it answers few large requests.
+
+        Args:
+            name: The tensor.
+            region: For each dim, a slice with a start and a stop.
+        """
+        entry = self.entries[name]
+        shape = [part.stop - part.start for part in region]
+        cut = [dim for dim, size in enumerate(shape) if size != entry.shape[dim]]
+        if not cut:
+            return self.read(name)
+        if isinstance(self.path, RemotePath) and cut[-1]:
+            full = [slice(0, size) for size in entry.shape[1:]]
+            return self.read_part(name, [region[0], *full])[:, *region[1:]].clone()
+        tensor = torch.empty(shape, dtype=entry.dtype, device="cpu")
+        if not tensor.numel():
+            return tensor
+        # 1. Dims after the last one that is cut are whole: a run of bytes for each index of those before it.
+        last = cut[-1]
+        strides = [math.prod(entry.shape[dim + 1 :]) * entry.dtype.itemsize for dim in range(len(shape))]
+        runs = tensor.view(-1).view(torch.uint8).view(-1, shape[last] * strides[last])
+        first = entry.begin + region[last].start * strides[last]
+        # 2. Read the runs.
+        places = itertools.product(*(range(part.start, part.stop) for part in region[:last]))
+        for run, place in zip(runs, places, strict=True):
+            self.read_into(run, first + sum(map(operator.mul, place, strides)))
+        return tensor
+
     def read_into(self, target: Tensor, begin: int) -> None:
         """Fill a flat tensor of bytes with the file's bytes from `begin` on."""
         if isinstance(self.path, RemotePath):
@@ -175,8 +207,8 @@ def _read_header(
                 raise ValueError(
                     f"the tensor {name!r} has the element type {row['dtype']!r}, which is unknown"
                 )
-            dtype, shape = DTYPES[row["dtype"]], tuple(map(index, row["shape"]))
-            begin, end = map(index, row["data_offsets"])
+            dtype, shape = DTYPES[row["dtype"]], tuple(map(operator.index, row["shape"]))
+            begin, end = map(operator.index, row["data_offsets"])
             if row["dtype"] == "F4":  # elements are counted there, and bytes of two elements here
                 shape = (*shape[:-1], shape[-1] // 2)
             entries[name] = HeaderEntry(dtype=dtype, shape=shape, begin=start + begin, end=start + end)

@@ -96,6 +96,7 @@ class Fsdp2Strategy(MeshStrategy):
         axes = axes_of(runtime, handlers, sharded=sharded, fully_shard=True)
         self.shard_over(axes, full_sharding(plugin, axes, runtime, self.precision))
         self.shards_quantised = len(self.stages) == 1  # neither layers nor experts are cut
+        self.may_be_loaded_later = True
         self.sharding, self.states = axes.sharding, ShardedStates(runtime.device, partial(form_of, plugin))
 
 

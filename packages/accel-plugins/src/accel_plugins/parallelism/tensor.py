@@ -49,6 +49,7 @@ class TensorParallelStrategy(ShardedStrategy):
         stage = TensorParallel(mesh=axes.tensor)
         self.stages, self.validators = [stage], [stage.validate]
         self.mesh, self.sharding = axes.mesh, axes.sharding
+        self.may_be_loaded_later = True
 
 
 def _with_summed_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_ops.weights.mapped import release
+from accel_ops.weights.regions import packed_dims, region_of, rows_of
 from accel_plugins.full_parameters import (
     FullParameters,
     ParameterSource,
@@ -38,7 +39,6 @@ from accel_state.torch_private import (
     DTensorSpec,
     StridedShard,
     TensorMeta,
-    compute_local_shape_and_global_offset,
 )
 
 if TYPE_CHECKING:
@@ -48,17 +48,8 @@ if TYPE_CHECKING:
 
 
 def is_packed(tensor: Any) -> bool:
-    """Return whether a shard has several slices of the tensor, such as rows of two packed weights.
-
-    Its placement is strided along a dim, without another shard of this dim that explains the stride.
-    """
-    return isinstance(tensor, DTensor) and bool(_packed_dims(tensor))
-
-
-def _packed_dims(tensor: DTensor) -> set[int]:
-    placements: Any = tensor.placements
-    strided = {placement.dim for placement in placements if isinstance(placement, StridedShard)}
-    return strided - {placement.dim for placement in placements if isinstance(placement, Shard)}
+    """Return whether a shard has several slices of the tensor; see `packed_dims`."""
+    return isinstance(tensor, DTensor) and bool(packed_dims(tensor))
 
 
 def shard_like(
@@ -74,17 +65,11 @@ def shard_like(
         return torch.empty_like(full, device=target).copy_(full)
     if is_packed(like):
         return distribute_tensor(full.to(target), like.device_mesh, like.placements, src_data_rank=None)
-    part = full[_region(like, like.placements)]
+    part = full[region_of(like)]
     options: dict[str, Any] = {"dtype": full.dtype, "device": target}
     local: Any = like.detach()
     empty = torch.empty_like(local.to_local(), **options) if keep_type else torch.empty(part.shape, **options)
     return with_local(like, empty.copy_(part))
-
-
-def _region(shard: DTensor, placements: Any) -> tuple[slice, ...]:
-    """Return the indices of this rank's shard in the full tensor."""
-    shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def with_local(like: Any, local: Tensor) -> DTensor:
@@ -133,23 +118,13 @@ def source_of(names: Sequence[str], parameter: Tensor) -> ParameterSource:
 
 def write_shard(shard: DTensor, full: Tensor) -> None:
     """Write this rank's shard into a full tensor, on any device and of any dtype, without communication."""
-    mesh, placements, packed = shard.device_mesh, shard.placements, _packed_dims(shard)
-    local = shard.to_local()
-
-    def only(dims: set[int]) -> list[Any]:
-        return [row if getattr(row, "dim", None) in dims else Replicate() for row in placements]
-
-    others = {*range(shard.dim())} - packed
-    region = full[_region(shard, only(others))]
+    packed, local = packed_dims(shard), shard.to_local()
+    region = full[region_of(shard, packed)]
     if not packed:
         region.copy_(local)
         return
-    # Number the rows, and shard the numbers like the rows.
     [dim] = packed
-    numbers = torch.arange(shard.shape[dim], device=mesh.device_type)
-    numbers = numbers.view([-1 if index == dim else 1 for index in range(shard.dim())])
-    own: Any = distribute_tensor(numbers, mesh, only(packed), src_data_rank=None)
-    region.index_copy_(dim, own.to_local().flatten().to(full.device), local.to(full))
+    region.index_copy_(dim, rows_of(shard, dim).to(full.device), local.to(full))
 
 
 class ShardedStates(States):
@@ -331,7 +306,7 @@ def _copy_shard(full: Tensor, target: Any) -> Tensor:
     if target.shape != full.shape:
         return full
     if isinstance(target, DTensor):
-        target.to_local().copy_(full[_region(target, target.placements)])
+        target.to_local().copy_(full[region_of(target)])
     else:
         target.copy_(full)
     release(full)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel_ops.modules import model_has_dtensor, without_compiler
+from accel_ops.weights.tensors import get_non_persistent_buffers
 from accel_plugins.sharding.quantised import check_torchao, is_quantised, prepare_quantised
-from accel_plugins.sharding.shards import ShardedStates, gather_full_tensor, group_tied_names, shard_like
+from accel_plugins.sharding.shards import (
+    ShardedStates,
+    gather_full_tensor,
+    group_tied_names,
+    shard_like,
+    with_local,
+)
 from accel_plugins.sharding.state import strip_wrapper_prefixes
 from accel_plugins.sharding.step import clip_norm, clip_values, one_mesh_per_group
 from accel_plugins.strategy import (
@@ -29,7 +36,7 @@ from accel_plugins.strategy import (
     Parameters,
     Strategy,
 )
-from accel_plugins.unsharded import check_not_lazy, move_to_device
+from accel_plugins.unsharded import check_not_lazy, has_offloaded_parameters, move_to_device
 from accel_state import hang_monitor
 from accel_state.errors import CheckpointMismatchError, SettingsError, some_of
 from accel_state.runtime import Runtime
@@ -102,8 +109,8 @@ class ShardedStrategy(Strategy):
 
     `stages` shard a model, and `validators` raise `ValueError` on this rank for one that cannot be sharded.
     Trained parameters are cast to float32 under the mixed precision `master_weights`. Models of ranks other
-    than 0 may be on the meta device if `only_main_has_values`, and frozen weights quantised if
-    `shards_quantised`. `prepared` has the sharded models.
+    than 0 may be on the meta device if `only_main_has_values`, those of all ranks if `may_be_loaded_later`,
+    and frozen weights quantised if `shards_quantised`. `prepared` has the sharded models.
     """
 
     features = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
@@ -113,8 +120,9 @@ class ShardedStrategy(Strategy):
         self.validators: Sequence[Callable[[nn.Module], None]] = ()
         self.parameters_on = self.runtime.device
         self.master_weights: str | None = None
-        self.only_main_has_values = self.shards_quantised = False
+        self.only_main_has_values = self.shards_quantised = self.may_be_loaded_later = False
         self.prepared: WeakSet[nn.Module] = WeakSet()
+        self.without_values: WeakSet[nn.Module] = WeakSet()
         self.states = ShardedStates(self.runtime.device)
 
     def offload_states(
@@ -166,16 +174,24 @@ class ShardedStrategy(Strategy):
             check_parameters(bundle.optimizers, (*inside, *self.prepared))
         except ValueError as error:
             problem = str(error)
-        reports = self.runtime.collectives.all_gather_object((problem, [*map(_digest, models)]))
-        for rank, (text, _) in enumerate(reports):
+        empty = [[*_meta_buffers(model)] if _has_no_values(model) else None for model in models]
+        reports = self.runtime.collectives.all_gather_object((problem, [*map(_digest, models)], empty))
+        for rank, (text, _, _) in enumerate(reports):
             if text:
                 raise SettingsError(text if text == problem else f"rank {rank}: {text}")
-        for rank, (_, digests) in enumerate(reports):
+        for rank, (_, digests, are_empty) in enumerate(reports):
+            if are_empty != reports[0][2] and not self.only_main_has_values:
+                raise SettingsError(
+                    f"prepare() got other models on the meta device on rank {rank} than on rank 0. Load the "
+                    "weights before prepare() on every rank, or after it on every rank."
+                )
             if digests != reports[0][1]:
                 raise SettingsError(
                     f"prepare() got other models on rank {rank} than on rank 0: names, shapes or dtypes "
                     "of their parameters differ. Make the same models on every rank."
                 )
+        main = zip(models, reports[0][2], strict=True)
+        self.without_values.update(model for model, buffers in main if buffers is not None)
 
     def wrap(
         self,
@@ -236,6 +252,8 @@ class ShardedStrategy(Strategy):
         # 1. Move it to meta, and put placeholders into the optimizers, which frees the memory of parameters.
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         originals = {name: [attributes] for name, attributes in notes_of(model).items()}
+        is_empty = model in self.without_values
+        without_values = {name for name, tensor in _named_tensors(model) if tensor.is_meta}
         tensors = to_meta(
             model,
             keep=is_main,
@@ -253,7 +271,9 @@ class ShardedStrategy(Strategy):
                             optimizer.state[placeholder] = optimizer.state.pop(parameter)
         # 2. Shard it, and materialise its shards.
         self.shard_in_place(model)
-        if load is not None:
+        if is_empty:
+            self._allocate(model, without_values)
+        if load is not None and not is_empty:
             on_cpu = self.parameters_on != self.runtime.device
             full = {tensor.names[0]: tensor.full for tensor in tensors if tensor.full is not None}
             load(model, full, cpu_offload=on_cpu)
@@ -265,8 +285,32 @@ class ShardedStrategy(Strategy):
                 note_replacement(attributes, next((now[name] for name in tensor.names if name in now), None))
         self.prepared.add(model)
 
+    def _allocate(self, model: nn.Module, names: Collection[str]) -> None:
+        """Give tensors that are loaded later memory for their shards: NaN, so that missing values show."""
+        for row, tensor in full_tensors(model):
+            if row.names[0] not in names:
+                continue
+            target = self.parameters_on if row.is_parameter else self.runtime.device
+            local: Any = tensor.detach()
+            local = local.to_local() if isinstance(local, DTensor) else local
+            filled = torch.full_like(local, torch.nan if local.is_floating_point() else 0, device=target)
+            value = with_local(tensor, filled) if isinstance(tensor, DTensor) else filled
+            if row.is_parameter:
+                value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+            for name in row.names:
+                put_tensor(model, name, value)
+
     def _validate(self, model: nn.Module) -> None:
         may_be_empty = self.only_main_has_values and not self.runtime.topology.is_main
+        if not may_be_empty and self.may_be_loaded_later and _has_no_values(model):
+            may_be_empty = True
+            passing = get_non_persistent_buffers(model, recurse=True, fqns=True)
+            lost = [name for name in _meta_buffers(model) if name in passing]
+            if lost:
+                raise SettingsError(
+                    f"{type(model).__name__}: {some_of(lost)} are buffers on the meta device that no "
+                    "checkpoint has. Make the model within init_empty_weights(), which computes buffers."
+                )
         check_not_lazy(model)
         for name, parameter in model.named_parameters():
             check_torchao(name, parameter)
@@ -284,6 +328,22 @@ class ShardedStrategy(Strategy):
                 )
         for validate in self.validators:
             validate(model)
+
+
+def _meta_buffers(model: nn.Module) -> list[str]:
+    return [name for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta]
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [*parameters, *model.named_buffers(remove_duplicate=False)]
+
+
+def _has_no_values(model: nn.Module) -> bool:
+    """Return whether all parameters of a model are on the meta device, and no hook loads them."""
+    parameters = [*model.parameters()]
+    is_meta = bool(parameters) and all(parameter.is_meta for parameter in parameters)
+    return is_meta and not has_offloaded_parameters(model)
 
 
 def _digest(model: nn.Module) -> str:
@@ -400,8 +460,7 @@ def materialize_from_rank0(
     Ranks with other values, as of other seeds, would train a mixture of several models. A rank without a
     module takes part in its broadcasts. `only_meta`: tensors that have values keep them.
     """
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    present: dict[str, Tensor] = dict(named)
+    present = dict(_named_tensors(model))
     for row in tensors:
         own = [name for name in row.names if name in present]
         if only_meta and (not present[own[0]].is_meta if own else row.keeps_shards):

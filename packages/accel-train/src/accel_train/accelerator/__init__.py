@@ -36,7 +36,6 @@ from accel_plugins.kwargs import (
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
-    StepGuard,
     TilingKwargs,
     TorchDynamoPlugin,
 )
@@ -184,8 +183,7 @@ class Accelerator(RankMethods):
         step_scheduler_with_optimizer: Whether schedulers step only after optimizer steps, as
             `step_scheduler_per` counts them; otherwise they step at every call.
         kwargs_handlers: Options of PyTorch features, at most one each of `AutocastKwargs`,
-            `DistributedDataParallelKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`,
-            `StepGuard`, `TilingKwargs`.
+            `DistributedDataParallelKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`.
         dynamo_backend: Backend with which `prepare` compiles models; else `ACCELERATE_DYNAMO_BACKEND`.
         dynamo_plugin: Backend and options of `torch.compile`.
         deepspeed_plugins: Several plugins by name; the first is active until
@@ -755,14 +753,8 @@ class Accelerator(RankMethods):
         Raises:
             MissingDependencyError: lomo-optim is not installed.
             SettingsError: The learning rate is missing, or no such optimizer was prepared.
-            UnsupportedError: There is a `StepGuard`.
         """
         parts = self._parts
-        if StepGuard in parts.handlers:
-            raise UnsupportedError(
-                f"lomo_backward() with {parts.handlers[StepGuard]!r}: Lomo steps before all gradients are "
-                "known. Remove one of the two."
-            )
         fused_backward(parts.prepared.optimizers, parts.precision.scale(loss), learning_rate)
         if parts.preemption is not None:
             parts.preemption.count_optimizer_step()
@@ -851,7 +843,7 @@ class Accelerator(RankMethods):
                 of map-style datasets.
 
         Raises:
-            UnsupportedError: The strategy does not support uneven inputs, or there is a `StepGuard`.
+            UnsupportedError: The strategy does not support uneven inputs.
         """
         parts = self._parts
         parts.strategy.require(Feature.UNEVEN_INPUTS, "join_uneven_inputs()")
@@ -860,11 +852,6 @@ class Accelerator(RankMethods):
                 "join_uneven_inputs() with TERecipeKwargs(recipe='delayed'): this recipe reduces maxima over "
                 "all ranks in each forward pass, and would wait for ranks without batches. Use "
                 "recipe='current' or another, or even_batches=True."
-            )
-        if StepGuard in parts.handlers and self.num_processes > 1:
-            raise UnsupportedError(
-                f"join_uneven_inputs() with {parts.handlers[StepGuard]!r}: all ranks decide about each "
-                "step, and would wait for ranks without batches. Use even_batches=True."
             )
         inner = [without_wrapper(joinable) for joinable in joinables]
         with (
@@ -981,7 +968,7 @@ class Accelerator(RankMethods):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether a prepared optimizer skipped its last step because of its gradients."""
+        """Whether a prepared optimizer skipped its last step because gradients were not finite."""
         return any(optimizer.step_was_skipped for optimizer in self._parts.prepared.optimizers)
 
     def _backward_of_items(self, loss: Tensor, num_items: ItemCount, kwargs: dict[str, Any]) -> None:
