@@ -387,3 +387,18 @@ def test_a_scaler_scales_and_shares_whether_gradients_are_finite():
     assert scaler.scale(torch.ones(1)).item() == 8.0
     assert not isinstance(scaler, ShardedGradScaler)
     assert isinstance(get_grad_scaler("FSDP"), ShardedGradScaler)
+
+
+def test_a_fused_momentum_begins_with_a_step_and_not_with_uninitialised_memory():
+    policy = build_precision("fp16", CPU, None, GradScalerKwargs(init_scale=2.0**10))
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5, fused=True)
+    policy.convert(Bundle(models=[model], optimizers=[optimizer]))
+    before = model.weight.detach().clone()
+    for factor in (torch.inf, 1.0):
+        policy.scale(model.weight.sum() * factor).backward()
+        stepped = policy.step(optimizer, None)
+        assert bool(stepped) == (factor == 1.0)
+        assert ("momentum_buffer" in optimizer.state[model.weight]) == (factor == 1.0)
+        optimizer.zero_grad()
+    assert torch.equal(model.weight, before - 1)

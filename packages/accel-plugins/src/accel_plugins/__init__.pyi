@@ -9,6 +9,7 @@ from accel_plugins.kwargs import KwargsHandler as KwargsHandler
 from accel_plugins.kwargs import ProfileKwargs as ProfileKwargs
 from accel_plugins.kwargs import ProjectConfiguration as ProjectConfiguration
 from accel_plugins.kwargs import ReplicaSyncKwargs as ReplicaSyncKwargs
+from accel_plugins.kwargs import StepGuard as StepGuard
 from accel_plugins.kwargs import TilingKwargs as TilingKwargs
 from accel_plugins.kwargs import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_plugins.megatron.families import LLAMA as LLAMA

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -436,6 +437,41 @@ class TilingKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         resolve_fields(self, "training")
         expect_counts(self, "loss_chunk_size", "mlp_tile_size", optional=True)
+
+
+@dataclass
+class StepGuard(KwargsHandler):
+    """Skip optimizer steps whose gradients are not finite or too large, alike on all ranks.
+
+    A skipped step changes neither weights nor the optimizer's state, and schedules do not advance. Each
+    optimizer is judged by the norm of its own gradients over all ranks: as they are in `step`, or before
+    `clip_grad_norm_` and `clip_grad_value_` where these follow the last backward pass.
+
+    Fused optimizers of torch skip in their kernels, and the host does not wait for the device: it reads
+    whether a step was skipped at the next step. For other optimizers, and for the first step of a fused SGD
+    with momentum, it waits in `step`. So it does wherever `step_was_skipped` is read.
+
+    Args:
+        max_norm: The largest norm with which an optimizer steps; any finite one if `None`.
+        give_up_after: Number of skipped steps in a row after which the next call of `step` raises a
+            `FloatingPointError`, on all ranks. The count begins again when a run resumes.
+
+    Raises:
+        SettingsError: `max_norm` is not above 0, or `give_up_after` is no integer of 1 or more.
+
+    Example:
+        >>> StepGuard(max_norm=50.0)
+        StepGuard(max_norm=50.0, give_up_after=10)
+    """
+
+    max_norm: float | None = None
+    give_up_after: int = 10
+
+    def __post_init__(self) -> None:
+        norm: Any = self.max_norm
+        is_norm = norm is None or (isinstance(norm, float | int) and 0 < norm < math.inf)
+        expect(self, "max_norm", "a finite number above 0, or None", is_norm)
+        expect_counts(self, "give_up_after")
 
 
 @dataclass

@@ -162,7 +162,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because gradients were not finite."""
+        """Whether the last step was skipped because of its gradients."""
         self._stepped = bool(self._stepped)  # the host waits for the device here, and not in `step`
         return not self._stepped
 

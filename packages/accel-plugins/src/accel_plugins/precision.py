@@ -27,6 +27,7 @@ from accel_state.partial_state import PartialState
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from accel_plugins.step_guard import GuardedSteps
     from accel_plugins.strategy import Bundle, StateDict
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,20 @@ def step_unscaled(optimizer: Optimizer, closure: Callable[[], float] | None = No
     return True
 
 
+def decides_on_device(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's kernel can skip its next step by a flag on the device, as fused ones do.
+
+    A momentum has to exist: torch's fused SGD would keep uninitialised memory after a skipped first step.
+    """
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not any(
+        group.get("momentum")
+        and parameter.grad is not None
+        and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+
+
 class PrecisionPolicy:
     """Decides in which dtype models compute, and scales losses where the dtype needs it.
 
@@ -100,7 +115,7 @@ class PrecisionPolicy:
         device_type: The type of the device on which models compute.
         dtype: Operations run in this dtype; `None`: models compute in their own dtypes.
         options: Options of autocast.
-        scaling: The loss scaling, if any.
+        scaling: The loss scaling, or what guards the steps of other precisions, if any.
 
     Attributes:
         step: Called with an optimizer, and a closure or `None`: unscales if necessary, and steps; returns
@@ -115,7 +130,7 @@ class PrecisionPolicy:
         *,
         dtype: torch.dtype | None = None,
         options: Mapping[str, Any] | None = None,
-        scaling: LossScaling | None = None,
+        scaling: LossScaling | GuardedSteps | None = None,
     ) -> None:
         self.name, self.device_type = name, device_type
         self.dtype, self.options, self.scaling = dtype, options or {}, scaling
@@ -124,9 +139,10 @@ class PrecisionPolicy:
     @property
     def scaler(self) -> GradScaler | None:
         """The loss scaler, if any; `None` if neither it nor autocast is enabled."""
-        if self.scaling is None or (self.dtype is None and not self.scaling.scaler.is_enabled()):
+        scaling = self.scaling if isinstance(self.scaling, LossScaling) else None
+        if scaling is None or (self.dtype is None and not scaling.scaler.is_enabled()):
             return None
-        return self.scaling.scaler
+        return scaling.scaler
 
     def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a new context in which operations run in the policy's dtype; `kwargs` replace options.
@@ -270,7 +286,7 @@ def switch_scaler(precision: PrecisionPolicy, scaler: GradScaler | None) -> None
     Raises:
         SettingsError: The policy has no loss scaling.
     """
-    if precision.scaling is not None:
+    if isinstance(precision.scaling, LossScaling):
         precision.scaling.scaler = GradScaler(enabled=False) if scaler is None else scaler
     elif scaler is not None:
         raise SettingsError(
@@ -361,7 +377,7 @@ class LossScaling:
             raise RuntimeError(f"{name}.step() was called twice for one loss. Call backward() in between.")
         if optimizer not in self._optimizers:
             self.add([optimizer])
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if decides_on_device(optimizer):
             self._check_dtypes(optimizer)
             if optimizer in self._unscaled:
                 self._check_unmixed(optimizer)

@@ -53,6 +53,8 @@ class Feature(Enum):
     """Parameters, gradients and states of optimizers can leave the device and come back."""
     OPTIMIZER_FROM_CONFIGURATION = auto()
     """Placeholders for an optimizer or a schedule are replaced by those that a configuration describes."""
+    STEP_GUARD = auto()
+    """Optimizers step through the precision policy, which may skip a step by the norm of the gradients."""
     UNEVEN_INPUTS = auto()
     """Ranks can run out of batches at different times, within `join`."""
 

@@ -58,7 +58,7 @@ class XlaStrategy(Strategy):
         # The models whose gradients are averaged, in the same order on all ranks.
         self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._is_local = world_size == 1
-        self.features = PLAIN_FEATURES - {Feature.OFFLOADED_STATES}
+        self.features = PLAIN_FEATURES - {Feature.OFFLOADED_STATES, Feature.STEP_GUARD}
         if world_size > 1:
             self.features -= {Feature.UNEVEN_INPUTS}
         self.after_micro_batch = self.after_step = own.flush

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from accel_ops.tree import full_tensor
+from accel_plugins.kwargs import StepGuard
 from accel_plugins.sharding.state import StateForm
+from accel_plugins.step_guard import guard_steps
 from accel_plugins.strategy import Bundle, Feature, Strategy
 from accel_state.errors import AccelError
 from accel_state.frozen import frozen
@@ -309,6 +311,18 @@ def clipping_by_norm_equals_one_process(subject: StrategySubject) -> None:
             subject.demand_equal({"norm": norm}, {"norm": norms[0]}, f"the {kind}-norm")
         run.step()
         run.demand_state(right, f"after clipping the {kind}-norm")
+
+
+@_check(Feature.STEP_GUARD)
+def guarded_steps_are_skipped(subject: StrategySubject) -> None:
+    """A step whose gradients are too large changes nothing, and `step` says so."""
+    run = start(subject, adamw)
+    if run.strategy.precision.scaling is not None:
+        return  # losses are scaled
+    guard_steps(run.strategy, StepGuard(max_norm=1e-9))
+    run.backward(run.shard(0))
+    demand(not run.strategy.step(run.optimizer), "step() does not say that the step was skipped.")
+    run.demand_state(subject.model(), "after a step that was skipped")
 
 
 @_check(Feature.CLIP_GRAD_VALUE)

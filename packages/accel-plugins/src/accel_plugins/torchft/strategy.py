@@ -138,7 +138,8 @@ def _join_groups(
         num_shards=settings.groups * own.num_shards,
         shard_index=settings.group * own.num_shards + own.shard_index,
     )
-    strategy.features -= {Feature.UNEVEN_INPUTS, Feature.ITEM_COUNTS}  # counts would cover only one group
+    # Counts and norms would cover only one group.
+    strategy.features -= {Feature.UNEVEN_INPUTS, Feature.ITEM_COUNTS, Feature.STEP_GUARD}
     strategy.generators = strategy.replicas = groups
     return groups
 

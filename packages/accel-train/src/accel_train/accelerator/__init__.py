@@ -36,6 +36,7 @@ from accel_plugins.kwargs import (
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
+    StepGuard,
     TilingKwargs,
     TorchDynamoPlugin,
 )
@@ -183,7 +184,8 @@ class Accelerator(RankMethods):
         step_scheduler_with_optimizer: Whether schedulers step only after optimizer steps, as
             `step_scheduler_per` counts them; otherwise they step at every call.
         kwargs_handlers: Options of PyTorch features, at most one each of `AutocastKwargs`,
-            `DistributedDataParallelKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`.
+            `DistributedDataParallelKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`,
+            `StepGuard`, `TilingKwargs`.
         dynamo_backend: Backend with which `prepare` compiles models; else `ACCELERATE_DYNAMO_BACKEND`.
         dynamo_plugin: Backend and options of `torch.compile`.
         deepspeed_plugins: Several plugins by name; the first is active until
@@ -753,8 +755,14 @@ class Accelerator(RankMethods):
         Raises:
             MissingDependencyError: lomo-optim is not installed.
             SettingsError: The learning rate is missing, or no such optimizer was prepared.
+            UnsupportedError: There is a `StepGuard`.
         """
         parts = self._parts
+        if StepGuard in parts.handlers:
+            raise UnsupportedError(
+                f"lomo_backward() with {parts.handlers[StepGuard]!r}: Lomo steps before all gradients are "
+                "known. Remove one of the two."
+            )
         fused_backward(parts.prepared.optimizers, parts.precision.scale(loss), learning_rate)
         if parts.preemption is not None:
             parts.preemption.count_optimizer_step()
@@ -843,7 +851,7 @@ class Accelerator(RankMethods):
                 of map-style datasets.
 
         Raises:
-            UnsupportedError: The strategy does not support uneven inputs.
+            UnsupportedError: The strategy does not support uneven inputs, or there is a `StepGuard`.
         """
         parts = self._parts
         parts.strategy.require(Feature.UNEVEN_INPUTS, "join_uneven_inputs()")
@@ -852,6 +860,11 @@ class Accelerator(RankMethods):
                 "join_uneven_inputs() with TERecipeKwargs(recipe='delayed'): this recipe reduces maxima over "
                 "all ranks in each forward pass, and would wait for ranks without batches. Use "
                 "recipe='current' or another, or even_batches=True."
+            )
+        if StepGuard in parts.handlers and self.num_processes > 1:
+            raise UnsupportedError(
+                f"join_uneven_inputs() with {parts.handlers[StepGuard]!r}: all ranks decide about each "
+                "step, and would wait for ranks without batches. Use even_batches=True."
             )
         inner = [without_wrapper(joinable) for joinable in joinables]
         with (
@@ -968,7 +981,7 @@ class Accelerator(RankMethods):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether a prepared optimizer skipped its last step because gradients were not finite."""
+        """Whether a prepared optimizer skipped its last step because of its gradients."""
         return any(optimizer.step_was_skipped for optimizer in self._parts.prepared.optimizers)
 
     def _backward_of_items(self, loss: Tensor, num_items: ItemCount, kwargs: dict[str, Any]) -> None:

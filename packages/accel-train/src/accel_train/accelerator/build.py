@@ -19,12 +19,14 @@ from accel_plugins.kwargs import (
     KwargsHandler,
     ProfileKwargs,
     ReplicaSyncKwargs,
+    StepGuard,
     TilingKwargs,
     TorchDynamoPlugin,
 )
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from accel_plugins.precision import build_precision, compute_in_float32
 from accel_plugins.registry import ENGINES, STRATEGIES, choose, load
+from accel_plugins.step_guard import guard_steps
 from accel_plugins.strategy import PrecisionPolicy, Strategy, StrategySpec
 from accel_state import environ
 from accel_state.accelerator_state import AcceleratorState, GradientState
@@ -209,6 +211,7 @@ HANDLERS: tuple[type[Any], ...] = (
     InitProcessGroupKwargs,
     ProfileKwargs,
     ReplicaSyncKwargs,
+    StepGuard,
     TilingKwargs,
     *FP8_HANDLERS,
 )
@@ -329,4 +332,6 @@ def build_strategy(
             "faster if the CPU has instructions for it. Pass kwargs_handlers=[GradScalerKwargs()] to "
             "compute in float16."
         )
+    if StepGuard in handlers:
+        guard_steps(strategy, handlers[StepGuard])
     return strategy, strategy.precision
