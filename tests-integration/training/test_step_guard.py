@@ -12,6 +12,8 @@ from accel_ops.tree import full_tensor
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import StepGuard
+from accel_plugins.optimizers.host_adamw import HostAdamW
+from accel_plugins.optimizers.muon import Muon
 from accel_state.errors import UnsupportedError
 from accel_train import Accelerator
 from harness import distributed
@@ -76,7 +78,8 @@ def take_step(accelerator, model, optimizer, step, clip=None, **options):
 def everything_of(model, optimizer):
     """This rank's weights and states, as they are now."""
     states = [value for state in optimizer.state.values() for value in state.values()]
-    return [full_tensor(value.detach()).clone() for value in (*model.parameters(), *states)]
+    tensors = [value for value in (*model.parameters(), *states) if isinstance(value, torch.Tensor)]
+    return [full_tensor(value.detach()).clone() for value in tensors]
 
 
 def check_equals(accelerator, model, right, **tolerance):
@@ -104,6 +107,20 @@ def test_poisoned_and_large_gradients_of_one_rank_are_skipped_on_all(version, ki
     steps = [step for step in range(STEPS) if step not in {POISONED, LARGE}]
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if version == 1 else {}
     check_equals(accelerator, model, train_alone(OPTIMIZERS[kind], steps, 2), **tolerance)
+
+
+@pytest.mark.parametrize("kind", [HostAdamW, Muon])
+@pytest.mark.parametrize("version", [None, 2])
+@distributed(world_size=2)
+def test_optimizers_that_step_early_or_communicate_are_skipped(version, kind):
+    accelerator, model, optimizer = prepared(version, partial(kind, lr=0.1), StepGuard())
+    for step in range(5):
+        before = everything_of(model, optimizer)
+        take_step(accelerator, model, optimizer, step, bad=(POISONED,))
+        after = everything_of(model, optimizer)
+        is_same = len(before) == len(after) and all(map(torch.equal, before, after))
+        assert is_same == optimizer.step_was_skipped == (step == POISONED)
+    assert all(value.isfinite().all() for value in everything_of(model, optimizer))
 
 
 @distributed(world_size=1)
