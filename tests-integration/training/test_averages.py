@@ -44,8 +44,8 @@ def train_alone(steps):
     return averaged
 
 
-def prepared(version):
-    plugin = None if version is None else FullyShardedDataParallelPlugin(fsdp_version=version)
+def prepared(version, **options):
+    plugin = None if version is None else FullyShardedDataParallelPlugin(fsdp_version=version, **options)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model, averaged = make_model(), make_model().requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -123,10 +123,22 @@ def swap(weights, others):
             other.copy_(kept)
 
 
-@pytest.mark.parametrize("version", [None, 2])
+IN_BLOCKS = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 40}
+
+
+@pytest.mark.parametrize(
+    ("version", "options"),
+    [
+        (None, {}),
+        (1, {}),
+        (1, {"sharding_strategy": "SHARD_GRAD_OP", **IN_BLOCKS}),
+        (2, {}),
+        (2, IN_BLOCKS),
+    ],
+)
 @distributed(world_size=2)
-def test_it_swaps_places_with_the_model_for_an_evaluation(version):
-    accelerator, model, averaged, optimizer = prepared(version)
+def test_it_swaps_places_with_the_model_for_an_evaluation(version, options):
+    accelerator, model, averaged, optimizer = prepared(version, **options)
     train_prepared(accelerator, model, averaged, optimizer, 3)
     inputs, _ = make_data()
     swap(model.parameters(), averaged.parameters())

@@ -38,6 +38,8 @@ NAMES = {
     "create_file_view": "torch.distributed.checkpoint.utils:_create_file_view",
     # The public base class is abstract.
     "DefaultAllGather": "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather",
+    # Frees the gathered parameters of a unit of FSDP1.
+    "reshard_unit": "torch.distributed.fsdp._runtime_utils:_reshard",
     # Create a DTensor without a collective; compute shape and offset of the shard of this rank, or of the
     # rank at some coordinates of the mesh.
     "DTensorSpec": "torch.distributed.tensor._dtensor_spec:DTensorSpec",

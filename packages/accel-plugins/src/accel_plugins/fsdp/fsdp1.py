@@ -65,6 +65,7 @@ from accel_plugins.strategy import (
 from accel_plugins.unsharded import check_materialised, move_to_device
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.torch_private import reshard_unit
 
 unwrap_once.register(FullyShardedDataParallel, lambda model: model.module)
 
@@ -281,11 +282,21 @@ def _shard_state(optimizer: Optimizer, root: FullyShardedDataParallel) -> None:
 
 
 class MonitoredFSDP(FullyShardedDataParallel):
-    """FSDP1 whose forward pass explains a stall in its gathers."""
+    """FSDP1 whose forward pass explains a stall in its gathers, and keeps nothing gathered without gradients.
+
+    FSDP1 keeps what the backward pass needs first. If none follows, the next forward pass would use it
+    again, although the shards may have been written to in between, such as by averaged weights.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with hang_monitor.transport_errors_explained("forward"):
-            return super().forward(*args, **kwargs)
+            output = super().forward(*args, **kwargs)
+        if self._is_root and not torch.is_grad_enabled():
+            for unit in FullyShardedDataParallel.fsdp_modules(self):
+                handle: Any = unit._handle
+                if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+                    reshard_unit(unit, handle, free_unsharded_flat_param=True)
+        return output
 
     def _get_name(self) -> str:
         return FullyShardedDataParallel.__name__  # `print(model)` shows torch's own name
