@@ -162,6 +162,29 @@ def test_a_rank_of_four_reads_its_own_bytes(tmp_path: Path, case: str) -> None:
     check(tmp_path, make, **axes)
 
 
+def memory(row: str) -> int:
+    """Bytes of memory that this process has (`VmRSS`), or had at most (`VmHWM`)."""
+    rows = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in rows if line.startswith(row))
+
+
+@pytest.mark.thorough
+@distributed(world_size=2)
+def test_a_load_holds_a_part_of_one_tensor_beside_the_shards(tmp_path: Path) -> None:
+    wide = SIZES | EXPERTS | {"hidden_size": 1024, "moe_intermediate_size": 768, "vocab_size": 4096}
+    full = Qwen3MoeForCausalLM(Qwen3MoeConfig(**wide))
+    accelerator = make_accelerator(full, dp_shard_size=2)
+    save(full, tmp_path, accelerator)
+    model = accelerator.prepare(empty(lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**wide))))
+    load_checkpoint_in_model(model, tmp_path, strict=True)
+    Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins here
+    before = memory("VmRSS")
+    load_checkpoint_in_model(model, tmp_path, strict=True)
+    largest = max(parameter.numel() for parameter in model.parameters()) * 4 // 2
+    # Experts are read, stacked and concatenated.
+    assert memory("VmHWM") - before <= 3 * largest + 2**23
+
+
 class Rotating(nn.Module):
     """A linear layer, and a buffer that no checkpoint has."""
 
