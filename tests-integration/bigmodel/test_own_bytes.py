@@ -113,10 +113,13 @@ def check(tmp_path: Path, make: Any, **axes: int) -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
-            before = bytes_read()
-            load_checkpoint_in_model(model, tmp_path, strict=True)
-            read = bytes_read() - before
-            assert read <= 1.05 * own_bytes(model), (read, own_bytes(model))
+            read: list[int] = []
+            for _ in range(3):
+                before = bytes_read()
+                load_checkpoint_in_model(model, tmp_path, strict=True)
+                read.append(bytes_read() - before)
+            # Whatever else the process reads meanwhile, such as sources for a warning, adds to it.
+            assert min(read) <= 1.05 * own_bytes(model), (read, own_bytes(model))
         state = accelerator.get_state_dict(model)
         if accelerator.is_main_process:
             assert state.keys() == expected.keys()
