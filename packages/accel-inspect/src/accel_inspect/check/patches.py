@@ -144,7 +144,8 @@ def _patch_sharding(recorder: CollectiveRecorder) -> None:
     wrap_names("torch.distributed.device_mesh.DeviceMesh", **dict.fromkeys(names, on_real))
     # The places of shards are the values of tensors of ranks and indices.
     wrap_names("accel_plugins.optimizers.matrices.ShardLayout", of=on_real)
-    wrap_names("accel_plugins.sharding.shards", compute_local_shape_and_global_offset=on_real)
+    for module in ("accel_plugins.sharding.shards", "torch.distributed.checkpoint.planner_helpers"):
+        wrap_names(module, compute_local_shape_and_global_offset=on_real)
     # Positions and masks are made up: they do not say what a batch has.
     replace_names(
         "accel_plugins.parallelism.context",
@@ -154,8 +155,27 @@ def _patch_sharding(recorder: CollectiveRecorder) -> None:
     inferring = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta")  # each torch has one of them
     name = next(name for name in inferring if name in vars(ShardingPropagator))
     wrap_names("accel_state.torch_private.ShardingPropagator", **{name: unseen})
+    # FSDP2 takes one or two of the chunks of a parameter, and makes one for each rank.
+    replace_names("torch.distributed.fsdp._fully_shard._fsdp_param", _chunk_with_empty=Chunks)
     # Models that libraries make are not sharded: nothing of DeepSpeed runs here.
     replace_names("accel_plugins.deepspeed.plugin.DeepSpeedPlugin", set_deepspeed_weakref=lambda _: None)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of a tensor for the ranks of a mesh, of which each is made when it is asked for."""
+
+    tensor: Tensor
+    number: int
+    dim: int
+
+    def __getitem__(self, rank: int) -> Tensor:
+        size = self.tensor.size(self.dim)
+        length = -(-size // self.number)
+        start = rank * length
+        if start >= size > 0:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, start, min(length, size - start))
 
 
 def _share_experts_evenly(
