@@ -144,7 +144,7 @@ def _patch_sharding(recorder: CollectiveRecorder) -> None:
     wrap_names("torch.distributed.device_mesh.DeviceMesh", **dict.fromkeys(names, on_real))
     # The places of shards are the values of tensors of ranks and indices.
     wrap_names("accel_plugins.optimizers.matrices.ShardLayout", of=on_real)
-    for module in ("accel_plugins.sharding.shards", "torch.distributed.checkpoint.planner_helpers"):
+    for module in ("accel_ops.weights.regions", "torch.distributed.checkpoint.planner_helpers"):
         wrap_names(module, compute_local_shape_and_global_offset=on_real)
     # Positions and masks are made up: they do not say what a batch has.
     replace_names(
