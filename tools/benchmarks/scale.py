@@ -3,31 +3,35 @@
     uv run python tools/benchmarks/scale.py
 
 `start`: requests to the store and seconds of a rank that joins its process group, and the groups of a mesh of
-replicas of 64 shards; gloo is real, the store counts, and the other ranks do not exist. `monitor`: requests a
-second of all ranks' hang monitors, seconds of the comparison of ranks, and bytes of the message of a timeout.
-`data`: seconds and memory until the first batch of the last of 8,192 ranks, at the start and after a skip.
+replicas of 64 shards; gloo is real, the store counts, and the other ranks do not exist. `ranks`: the same of
+rank 0 of 2, 4 and 8 real ranks, and the requests of its first collective in each group. `replay`: seconds of
+one `TCPStore` with the starts of all ranks; torch looks up names as it connects. `monitor`: requests a
+second of all ranks' hang monitors, seconds to compare ranks, and bytes of the message of a timeout. `data`:
+seconds and memory until the first batch of the last of 8,192 ranks, at the start and after a skip.
 `save`: seconds and memory of one rank's plan, and of rank 0's index of all shards, for weights and Adam's
 state of a Llama 2 70B that FSDP2 shards; the tensors are fakes, and the other ranks' plans are that of rank 0
 with other offsets. Beside it, what DCP's own save does there: it unpickles the same plans, merges and pickles
-them, and also pickles a plan for each rank.
+them, and also pickles a plan for each rank. `launch`: seconds and bytes of `accel launch --dry_run`.
 
-Claims: requests do not grow with the ranks, posts are at most 1,000 a second, 10⁹ samples start within a
-second and 64 MB.
+Claims: requests do not grow with the ranks, the starts of 1,024 ranks are answered within 10 s, posts are at
+most 1,000 a second, 10⁹ samples start within a second and 64 MB, a dry run of 512 nodes ends within 2 s.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
+import subprocess
+import sys
 import tempfile
 import time
-from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import multiprocessing
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -51,37 +55,118 @@ SAMPLES = range(10**9)
 
 
 class CountingStore(dist.Store):
-    """A store that counts its requests, and has an empty value for each key."""
+    """A store that records its requests, and passes them on; without another, each key has an empty value."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: dist.Store | None = None) -> None:
         super().__init__()
-        self.asked: Counter[str] = Counter()
+        self.inner = inner
+        self._asked: list[tuple[str, Any]] = []
 
-    def set(self, key: str, value: str) -> None:  # noqa: ARG002
-        """Count a write."""
-        self.asked["set"] += 1
+    @property
+    def asked(self) -> list[tuple[str, Any]]:
+        """The requests but for those of the hang monitor, which sends them while time passes."""
+        return [row for row in self._asked if "hang_monitor" not in str(row)]
+
+    def set(self, key: str, value: str) -> None:
+        """Record a write."""
+        self._asked.append(("set", (key, value)))
+        if self.inner is not None:
+            self.inner.set(key, value)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Count a read."""
-        self.asked["multi_get"] += 1
-        return [b""] * len(keys)
+        """Record a read."""
+        self._asked.append(("multi_get", (keys,)))
+        return [b""] * len(keys) if self.inner is None else self.inner.multi_get(keys)
+
+    def get(self, key: str) -> bytes:
+        """Record a read of one key."""
+        self._asked.append(("get", (key,)))
+        return b"" if self.inner is None else self.inner.get(key)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        """Record a wait for keys."""
+        self._asked.append(("wait", (keys,)))
+        if self.inner is not None:
+            self.inner.wait(keys, *([] if timeout is None else [timeout]))
+
+    def deleteKey(self, key: str) -> bool:  # noqa: N802 - the binding calls it so
+        """Delete a key of the other store."""
+        return self.inner is not None and self.inner.delete_key(key)
 
     def has_extended_api(self) -> bool:
         """Return whether several keys can be read at once."""
         return True
 
+    def clone(self) -> CountingStore:
+        """Return this store, which needs no connection of its own to each thread."""
+        return self
 
-def start(world_size: int) -> None:
-    """Print the requests and seconds of the last rank's start."""
+
+def start(world_size: int) -> list[tuple[str, Any]]:
+    """Print the requests and seconds of the last rank's start; return the requests."""
     store, begun = CountingStore(), time.perf_counter()
     PartialState(cpu=True, store=store, rank=world_size - 1, world_size=world_size)
-    joined, seconds = store.asked.total(), time.perf_counter() - begun
+    joined, seconds = len(store.asked), time.perf_counter() - begun
     mesh_of("cpu", {"dp_replicate": world_size // 64, "dp_shard": 64})
     meshed = time.perf_counter() - begun - seconds
     print(
         f"start   {world_size:5d} ranks: join {joined} requests, {seconds:.2f} s; "
-        f"mesh of 2 groups {store.asked.total() - joined} requests, {meshed:.2f} s"
+        f"mesh of 2 groups {len(store.asked) - joined} requests, {meshed:.2f} s"
     )
+    return store.asked
+
+
+def replay(world_size: int) -> None:
+    """Print the seconds in which one store takes the connections, and answers the starts, of all ranks."""
+    asked = start(world_size)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(64) as threads:
+        ports = [server.port] * world_size
+        clients = [*threads.map(lambda port: dist.TCPStore("127.0.0.1", port, is_master=False), ports)]
+    connected = time.perf_counter() - begun
+    for rank, client in enumerate(clients):
+        for _, (key, value) in asked:  # they are writes
+            client.set(f"{key}/{rank}", value)
+    print(
+        f"replay  {world_size:5d} ranks: as many connections in {connected:.2f} s, {len(asked) * world_size} "
+        f"requests in {time.perf_counter() - begun - connected:.2f} s"
+    )
+
+
+def rank_of(rank: int, world_size: int, axes: dict[str, int], port: int) -> None:
+    """Join the group and the mesh as one of several real ranks; print the requests of rank 0."""
+    store = CountingStore(dist.TCPStore("127.0.0.1", port, is_master=False))
+    PartialState(cpu=True, store=store, rank=rank, world_size=world_size)
+    joined = len(store.asked)
+    mesh = mesh_of("cpu", axes)
+    meshed = len(store.asked) - joined
+    for axis in axes:
+        dist.all_reduce(torch.ones(1), group=mesh.get_group(axis))
+    if rank == 0:
+        print(
+            f"ranks   {world_size:5d} ranks, {axes}: join {joined} requests, mesh {meshed}, first all_reduce "
+            f"of each axis {len(store.asked) - joined - meshed}"
+        )
+    dist.barrier()
+
+
+def ranks(world_size: int, axes: dict[str, int]) -> None:
+    """Start real ranks that share one store."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = (world_size, axes, server.port)
+    multiprocessing.start_processes(rank_of, arguments, nprocs=world_size, start_method="fork")
+
+
+def launch(launcher: str, nodes: int) -> None:
+    """Print the seconds and bytes of a dry run."""
+    image = ["--image", "accel:latest"] if launcher == "kubeflow" else []
+    command = [sys.executable, "-m", "accel_cli", "launch", "--launcher", launcher, "--nodes", str(nodes)]
+    command += ["--gpus_per_node", "8", "--dry_run", *image, __file__]
+    begun = time.perf_counter()
+    shown = len(subprocess.run(command, check=True, capture_output=True).stdout)
+    print(f"launch  {nodes:5d} nodes: {launcher} shows {shown} bytes in {time.perf_counter() - begun:.2f} s")
 
 
 def monitor(world_size: int) -> None:
@@ -210,16 +295,28 @@ def _peak_mb() -> float:
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
+MESHES = (
+    (2, {"dp_shard": 2}),
+    (4, {"dp_replicate": 2, "dp_shard": 2}),
+    (8, {"dp_replicate": 4, "dp_shard": 2}),
+    (8, {"pp": 2, "dp_shard": 2, "tp": 2}),
+)
+
 if __name__ == "__main__":
     context = multiprocessing.get_context("fork")
-    cases = [(start, 128), (start, 512), (start, 1024), (start, 4096), (monitor, 1024), (monitor, 16384)]
+    cases = [(start, 128), (start, 512), (start, 4096), (replay, 1024), (monitor, 1024), (monitor, 16384)]
+    meshes = [(ranks, *case) for case in MESHES]
+    launches = [(launch, name, nodes) for name in ("slurm", "kubeflow", "ray") for nodes in (2, 512)]
     with tempfile.TemporaryDirectory() as name:
         saves = [
             (function, Path(name), world_size)
             for world_size in (64, 256)
             for function in (plant, merge_as_dcp, merge)
         ]
-        for function, *arguments in [*cases, (data, 0), (data, 900_005_888), *saves]:
+        for function, *arguments in [
+            *(*launches, *meshes, *cases),
+            *((data, 0), (data, 900_005_888), *saves),
+        ]:
             process = context.Process(target=function, args=arguments)
             process.start()
             process.join()
