@@ -54,8 +54,10 @@ XLA = (PYTHON, "tools/check_xla.py")
 UV = os.environ.get("UV") or shutil.which("uv") or "uv"
 FLOOR = (PYTHON, "tools/check_floor.py")
 EXAMPLES = "tests-integration/docs"
-CLIENTS = "tests-integration/clients"
+NIGHTLY = "tests-integration/nightly"
+INTEGRATION = ("tests-integration", f"--ignore={EXAMPLES}", f"--ignore={NIGHTLY}")
 NOT_THOROUGH = ("-m", "not thorough")
+BY_FILE = ("-n", "2", "--dist", "loadfile", "--durations=30")
 ALL_TESTS = ("-m", "thorough or not thorough")
 PYTEST_LINE = re.compile(r"^=* ?((?:\d+ \w+(?:, )?)+) in [\d.]+s.*$")
 WORDS = ("failed", "error", "passed", "skipped", "deselected", "xfailed")
@@ -106,10 +108,7 @@ STEPS = (  # long ones first; not all those together that would compile the same
     Step(
         "integration",
         "SPMD tests on pooled ranks, and real launches",
-        (
-            *(*PYTEST, *NOT_THOROUGH, "-n", "2", "--dist", "loadfile", "--durations=30"),
-            *("tests-integration", f"--ignore={EXAMPLES}", f"--ignore={CLIENTS}"),
-        ),
+        (*PYTEST, *NOT_THOROUGH, *BY_FILE, *INTEGRATION),
         thorough=ALL_TESTS,
         once_more=ONCE_MORE,
     ),
@@ -130,16 +129,17 @@ STEPS = (  # long ones first; not all those together that would compile the same
         once_more=(*ONCE_MORE, "--doctest-modules"),
     ),
     Step(
-        "clients",
-        "transformers, peft, trl, diffusers and others on accel find what they find on Accelerate",
-        (*PYTEST, *NOT_THOROUGH, "--durations=5", CLIENTS),
+        "examples",
+        "the examples of README files and documentation",
+        (*PYTEST, *NOT_THOROUGH, "--durations=5", EXAMPLES),
         thorough=ALL_TESTS,
         once_more=ONCE_MORE,
     ),
     Step(
-        "examples",
-        "every example of the README files and the documentation",
-        (*PYTEST, "-n", "2", "--durations=5", EXAMPLES),
+        "nightly",
+        "transformers, peft, trl, diffusers and others find on accel what they find on Accelerate; notebooks",
+        (*PYTEST, *BY_FILE, NIGHTLY),
+        slow=True,
         once_more=ONCE_MORE,
     ),
     Step(

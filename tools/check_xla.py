@@ -1,4 +1,4 @@
-"""Run the tests of XLA devices, in an environment of their own: `tests-integration/xla`.
+"""Run the tests of XLA devices, in an environment of their own: `tests-integration/nightly/xla`.
 
 torch_xla belongs to one version of torch, which is not the one that everything else is locked to. The
 environment, build/xla, is made as the lock says; a moment if it is there already. Where that fails (there are
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = ROOT / "build" / "xla"
 PYTHON = str(ENVIRONMENT / "bin" / "python")
-TESTS = "tests-integration/xla"
+TESTS = "tests-integration/nightly/xla"
 FILES = {
     "1": ("test_one_device.py", "test_collectives.py", "test_processes.py", "test_launch.py"),
     "4": ("test_sharded.py",),

@@ -11,7 +11,7 @@ CUDA's sanitizer of streams. E: bitsandbytes, optimizers that know shards, losse
 The machine needs Python 3.12 with torch 2.11 or newer, transformers, accelerate, scikit-learn, pytest and
 hypothesis. What else is needed is packed by `--prepare` (for Linux on x86-64; `WHEELS` names it): a step
 installs it into a folder of its own, without a network. Without build/gpu a step uses what is installed.
-Not here: the tests of `tests-integration/clients`, whose environment needs uv.
+Not here: the tests of `tests-integration/nightly/clients`, whose environment needs uv.
 
 Junit files of the tests are in `$OUT` (build/gpu/out by default). A check that takes too long is interrupted,
 and the next one runs.

@@ -4,11 +4,11 @@ Claim: axolotl, ms-swift, LLaMA-Factory, lm-evaluation-harness and the rest of t
 the results that they have on Accelerate, to the last digit.
 
     uv run python tools/trainers.py [NAME ...]              # installs them, from the package index
-    uv run pytest -m thorough tests-integration/clients/test_trainers.py
+    uv run pytest -m thorough tests-integration/nightly/clients/test_trainers.py
 
 Each has an environment of its own, build/trainers/NAME, in which neither library is installed: it comes from
 a folder on PYTHONPATH, that of accel made from the packages here and the wheel of
-tools/build_accelerate_alias.py. Programs are in tests-integration/clients/programs/trainers;
+tools/build_accelerate_alias.py. Programs are in tests-integration/nightly/clients/programs/trainers;
 their models are small, their data written on the spot.
 """
 
@@ -31,13 +31,13 @@ import build_accelerate_alias
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests-integration"))
 
-from clients.running import differences, run_client  # noqa: E402 - of tests-integration
+from harness.clients import differences, run_client  # noqa: E402 - of tests-integration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 FOLDER = ROOT / "build" / "trainers"
-PROGRAM = ROOT / "tests-integration" / "clients" / "programs" / "run_cases.py"
+PROGRAM = ROOT / "tests-integration" / "nightly" / "clients" / "programs" / "run_cases.py"
 REFERENCE = "accelerate==1.15.0"
 REQUIRED = ("xxhash>=3.4",)
 """What accel needs besides what the trainers bring."""
@@ -87,7 +87,7 @@ TRAINERS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Make the environments of trainers."""
-    parser = argparse.ArgumentParser(description="Install trainers for tests-integration/clients.")
+    parser = argparse.ArgumentParser(description="Install trainers for tests-integration/nightly/clients.")
     parser.add_argument("name", nargs="*", choices=TRAINERS, default=list(TRAINERS), help="all by default")
     for name in parser.parse_args(argv).name:
         install(name)

@@ -2,7 +2,8 @@
 
 A fenced block marked `python` is executed, on two processes if it begins with `# train.py`; one marked
 `bash` is run as a command line from the root of the workspace with the installed environment first on the
-path; other blocks (`text`) only show.
+path; other blocks (`text`) only show. Programs for two processes, and what shows the launch of the README
+once more, run with `tools/check.py --all`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ PAGES = [
     *sorted(ROOT.glob("packages/*/docs/**/*.md")),
 ]
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+PROGRAM = "# train.py\n"
+ANOTHER_START = ("uv run python packages", "uv run torchrun")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)\)")
 
 
@@ -33,7 +36,9 @@ def blocks(language: str) -> list[pytest.param]:
         for match in BLOCK.finditer(text):
             if match[2] == language:
                 line = text.count("\n", 0, match.start()) + 1
-                found.append(pytest.param(page, line, match[3], id=f"{page.relative_to(ROOT)}:{line}"))
+                marks = [pytest.mark.thorough] if match[3].startswith(PROGRAM) else []
+                name = f"{page.relative_to(ROOT)}:{line}"
+                found.append(pytest.param(page, line, match[3], id=name, marks=marks))
     return found
 
 
@@ -44,7 +49,12 @@ def commands() -> list[pytest.param]:
         for command in block.values[2].splitlines():
             pages.setdefault(command, block.values[0])
     return [
-        pytest.param(command, id=f"{page.relative_to(ROOT)}: {command}") for command, page in pages.items()
+        pytest.param(
+            command,
+            id=f"{page.relative_to(ROOT)}: {command}",
+            marks=[pytest.mark.thorough] if command.startswith(ANOTHER_START) else [],
+        )
+        for command, page in pages.items()
     ]
 
 
@@ -55,7 +65,7 @@ def test_a_python_example_runs(
     if code.startswith("# with torch_xla"):
         pytest.skip("tools/check_xla.py runs it, in an environment that has torch_xla")
     monkeypatch.chdir(tmp_path)
-    if code.startswith("# train.py\n"):
+    if code.startswith(PROGRAM):
         (tmp_path / "train.py").write_text(code)
         launch = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", "2", "train.py"]
         subprocess.run(launch, check=True)

@@ -200,7 +200,8 @@ def full_scripts(request, tmp_path_factory):
     return {name: ranks[0].output for name, ranks in ends.items()}
 
 
-@pytest.mark.parametrize("script", cases(FULL_SCRIPTS, always={"cv_example"}))
+@pytest.mark.thorough
+@pytest.mark.parametrize("script", FULL_SCRIPTS)
 def test_a_full_script_learns_and_resumes(full_scripts, script):
     assert re.search(FULL_SCRIPTS[script][1], full_scripts[script]), full_scripts[script]
 
@@ -253,6 +254,6 @@ def test_deepspeed_trains_as_its_configuration_says():
 
 
 def test_every_example_is_run():
-    # `lora` is in tests-integration/clients, `tracking` in test_tracking.py
+    # `lora` is in tests-integration/nightly/clients, `tracking` in nightly/examples
     others = ["checkpointing", "deepspeed_with_config_support", "lora", "tracking"]
     assert sorted([*SAYS, *others]) == sorted(path.stem for path in EXAMPLES.glob("*.py"))

@@ -14,7 +14,7 @@ import gpu_check
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-CLIENTS = "tests-integration/clients/test_clients_gpu.py"  # in an environment of its own
+CLIENTS = "tests-integration/nightly/clients/test_clients_gpu.py"  # in an environment of its own
 INSTALLED = ("torch", "transformers", "accelerate", "scikit-learn", "pytest", "hypothesis")
 """What the machine has, as the docstring of `gpu_check` says, besides what these depend on."""
 
@@ -27,7 +27,7 @@ def test_a_step_takes_less_than_ten_minutes(step: str) -> None:
 def test_every_test_that_needs_a_gpu_is_in_a_step() -> None:
     files = chain(
         gpu_check.ROOT.glob("packages/*/tests/test_*.py"),
-        gpu_check.ROOT.glob("tests-integration/*/test_*.py"),
+        gpu_check.ROOT.glob("tests-integration/**/test_*.py"),
     )
     marked = {str(file.relative_to(gpu_check.ROOT)) for file in files if "mark.gpu" in file.read_text()}
     checked = {word for checks in gpu_check.STEPS.values() for check in checks for word in check.command}

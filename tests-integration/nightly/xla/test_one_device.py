@@ -41,7 +41,7 @@ from accel_state import runtime, xla_devices
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.topology import Topology
 from accel_train.data.transfer import warn_of_shapes
-from xla.problems import (
+from nightly.xla.problems import (
     CHECKS,
     Problem,
     Tied,

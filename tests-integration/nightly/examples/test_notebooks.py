@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-FOLDER = Path(__file__).resolve().parents[2] / "packages/accel-suite/docs/notebooks"
+FOLDER = Path(__file__).resolve().parents[3] / "packages/accel-suite/docs/notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
@@ -31,13 +31,7 @@ def _content(data: dict[str, str]) -> dict[str, str]:
     return data
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[] if path.stem == "resume" else [pytest.mark.thorough], id=path.stem)
-        for path in NOTEBOOKS
-    ],
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_shows_what_is_stored_in_it(path: Path, tmp_path: Path) -> None:
     stored = nbformat.read(path, as_version=4)
     run = nbformat.read(path, as_version=4)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from clients.running import differences, run_client
+from harness.clients import differences, run_client
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from harness import chosen_params
 from harness.programs import TORCHRUN, Program, run_programs
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "packages/accel-suite/examples"
 COMPLETE = {
     "complete/image_classification": "image-run/digits",
     "complete/text_classification": "text-run/prose-or-code",
@@ -57,7 +57,6 @@ def scalars(folder, tag):
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", COMPLETE)
 def test_a_complete_example_resumes_and_its_run_goes_on(ran, name, size):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.running import run_client
+from harness.clients import run_client
 
 PROGRAM = Path(__file__).with_name("convert_adapter.py")
 ADAPTERS = ("llama", "gpt2", "bf16", "dora", "dora gpt2", "convolution")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from clients.running import run_client
 from harness import chosen_params
+from harness.clients import run_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

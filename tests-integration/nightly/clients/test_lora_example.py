@@ -6,9 +6,9 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from clients.running import run_client
+from harness.clients import run_client
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples/by_feature/lora.py"
+EXAMPLE = Path(__file__).resolve().parents[3] / "packages/accel-suite/examples/by_feature/lora.py"
 
 
 def test_the_adapter_that_is_saved_has_low_rank_matrices_alone(python, clients_environ, tmp_path):

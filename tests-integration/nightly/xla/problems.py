@@ -27,7 +27,7 @@ THOROUGH = {
     "saved_state_is_loaded",
 }
 CHECKS = [pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH)) for name in STRATEGY_CHECKS]
-GUIDE = Path(__file__).resolve().parents[2] / "packages/accel-suite/docs/guides/tpu.md"
+GUIDE = Path(__file__).resolve().parents[3] / "packages/accel-suite/docs/guides/tpu.md"
 
 
 def counted(*names: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from clients.running import run_client
+from harness.clients import run_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable

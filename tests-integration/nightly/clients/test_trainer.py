@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from clients import small_bert
 from harness import chosen_params
 from harness.programs import TORCHRUN, Ended, Program, run_programs
+from nightly.clients import small_bert
 
 TRAIN_SIZE = 48
 SOURCE = f"""

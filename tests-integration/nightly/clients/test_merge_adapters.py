@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from clients.running import run_client
+from harness.clients import run_client
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

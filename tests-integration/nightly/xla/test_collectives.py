@@ -22,7 +22,7 @@ from accel_state.collectives import RecordedCollectives, TorchCollectives
 from accel_state.errors import DistributedOperationException
 from accel_state.testing import ThreadRanks
 from accel_state.topology import free_port
-from xla.problems import counted
+from nightly.xla.problems import counted
 
 XLA = torch.device("xla", 0)
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.running import run_client
+from harness.clients import run_client
 
 PROGRAM = Path(__file__).parent / "programs" / "loaders.py"
 LIBRARIES = ("accel_train", "accelerate")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from clients import train_sharded_llama
 from harness import chosen_params
 from harness.programs import TORCHRUN, Ended, Program, run_programs
+from nightly.clients import train_sharded_llama
 
 CASES = {
     "fsdp": (2, {"fsdp_size": 2}),

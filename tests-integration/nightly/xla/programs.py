@@ -31,7 +31,7 @@ from accel.utils import (
     synchronize_rng_states,
 )
 from accel_state.errors import DistributedOperationException
-from xla.problems import Problem, Tied, counted, loss_of, plain_training, train
+from nightly.xla.problems import Problem, Tied, counted, loss_of, plain_training, train
 
 NEAR = {"rtol": 0, "atol": 1e-5}
 PROGRAMS = {}

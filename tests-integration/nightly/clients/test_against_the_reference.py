@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from clients.running import differences, run_client
 from harness import chosen_params
+from harness.clients import differences, run_client
 
 PROGRAM = Path(__file__).parent / "programs" / "run_cases.py"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xla import programs
+from nightly.xla import programs
 
 SHARDED = "sharded_by_the_compiler"
 REPLICATED = [name for name in programs.PROGRAMS if name != SHARDED]
@@ -31,7 +31,7 @@ def left_in(folder: Path, name: str) -> list[str]:
 
 
 def run(*line: str) -> None:
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(line, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -23,7 +23,7 @@ from accel.utils import load_fsdp_model
 from accel_plugins.xla import SpmdStrategy
 from accel_state import xla_devices
 from accel_state.errors import SettingsError
-from xla.problems import (
+from nightly.xla.problems import (
     CHECKS,
     Problem,
     assert_as_plain,
