@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -108,6 +112,50 @@ def test_what_any_number_of_ranks_saved_any_number_reads(
             assert state["a"]["b"] is target
             assert torch.equal(target.to_local(), sharded(whole, mesh, after).to_local())
             assert torch.equal(state["plain"], whole + 1)
+
+
+def test_an_index_is_small_and_what_dcp_reads(tmp_path: Path):
+    names = [f"layer.{number}.weight" for number in range(20)]
+    whole = {name: torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) for name in names}
+    short, scalar = torch.arange(5.0), torch.tensor(7.0)
+
+    def make(mesh: DeviceMesh) -> dict[str, Any]:
+        parts = {name: sharded(value, mesh, 0) for name, value in whole.items()}
+        return {**parts, "short": sharded(short, mesh, 0), "scalar": scalar, "step": 3}
+
+    save(tmp_path, 64, make)
+    text = (tmp_path / INDEX_NAME).read_bytes()
+    assert len(text) / (len(names) * 64) < 80  # four integers of a chunk, two of its place, and a little more
+    strings = {argument for _, argument, _ in pickletools.genops(text) if isinstance(argument, str)}
+    assert "torch.distributed.checkpoint.metadata" in strings
+    assert not [name for name in strings if name.startswith("accel")]  # a module that only this library has
+    index = FileSystemReader(tmp_path).read_metadata()
+    listed = index.state_dict_metadata["short"]
+    assert isinstance(listed, TensorStorageMetadata)
+    chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed.chunks}
+    assert chunks == {((row,), (1,)) for row in range(5)}
+    hints = [MetadataIndex("short", [row]) for row in range(5)]
+    assert [index.storage_data[hint].relative_path for hint in hints] == [*map(shard_file, range(5))]
+    read = {name: torch.zeros(64, 3) for name in names}
+    read |= {"short": torch.zeros(5), "scalar": torch.zeros(())}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
+    assert all(torch.equal(read[name], value) for name, value in whole.items())
+    assert (read["short"].tolist(), read["scalar"].item()) == ([0, 1, 2, 3, 4], 7)
+
+
+@pytest.mark.parametrize("ranks", [[0, 0], [0], [1, 1]])
+def test_shards_that_do_not_fill_their_tensor_are_refused(tmp_path: Path, ranks: list[int]):
+    """The ranks of one mesh must have written: two that say they are the same leave a hole."""
+    for number, rank in enumerate(ranks):
+        with as_rank(rank, 2) as mesh:
+            state = {"full": torch.ones(4), "weight": sharded(torch.ones(4, 4), mesh, 1)}
+            writer = ShardWriter(state, number)
+            writer.write_shards(writer.local_values(), io.BytesIO())
+            with (tmp_path / local_metadata_file(number)).open("wb") as file:
+                writer.write_local_metadata([], file)
+    with pytest.raises(CheckpointError, match=r"do not add up to a full 'weight'\."):
+        write_index(tmp_path, range(len(ranks)))
 
 
 def test_everything_comes_back_in_its_place(tmp_path: Path):

@@ -6,27 +6,27 @@ metadata files into the folder's index. The format is that of `torch.distributed
 
 from __future__ import annotations
 
+import array as array_module
 import gc
 import io
 import math
 import pickle
+import zlib
+from array import array
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata, planner, storage
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import (
-    ReadItem,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -90,7 +90,24 @@ class ShardWriter:
     def write_local_metadata(self, values: object, sink: SupportsWrite[Any]) -> None:
         """Write this rank's metadata file; call it after `write_shards`."""
         del values
-        sink.write(pickle.dumps((self._plan, self._results)))
+        rows: list[tuple[Any, ...]] = []
+        numbers = array("q")
+        for item, result in zip(self._plan.items, self._results, strict=True):
+            data, stored = item.tensor_data, result.storage_data
+            chunk = () if data is None else (*data.chunk.offsets, *data.chunk.sizes)
+            numbers.extend((*chunk, stored.offset, stored.length))
+            rows.append((item.index.fqn, data and data.properties, data and data.size))
+        sink.write(local_metadata(rows, self._plan.planner_data, numbers))
+
+
+def local_metadata(rows: Sequence[tuple[Any, ...]], paths: Any, numbers: array[int]) -> bytes:
+    """Return the content of a rank's metadata file.
+
+    A row is the name of a value, and the properties and full shape of a tensor. `numbers` has for each row
+    the offsets and sizes of its chunk, and its position and length in the file of shards. All but the
+    numbers, which most ranks have alike, is bytes that are compared, and read once.
+    """
+    return pickle.dumps((zlib.compress(pickle.dumps((rows, paths)), 1), numbers.tobytes()))
 
 
 class _CountingSink:
@@ -163,23 +180,85 @@ def _uncollected() -> Generator[None]:
 @_uncollected()
 def write_index(folder: AnyPath, ranks: Iterable[int]) -> list[str]:
     """Merge the metadata files of all ranks into a DCP folder's index; remove them, return their names."""
-    metadata_files = [folder / local_metadata_file(rank) for rank in ranks]
-    plans_and_results = [unpickle(file) for file in metadata_files]
-    try:
-        _, index = DefaultSavePlanner().create_global_plan([plan for plan, _ in plans_and_results])
-    except (ValueError, AssertionError) as error:
-        raise CheckpointError(
-            f"The shards that the ranks wrote to {str(folder)!r} do not add up to full tensors: {error}. "
-            "Prepare the same objects on every rank."
-        ) from error
-    index.storage_data = {
-        result.index: result.storage_data for _, results in plans_and_results for result in results
-    }
-    index.storage_meta = StorageMeta()
+    metadata_files = {rank: folder / local_metadata_file(rank) for rank in ranks}
+    # 1. Read what most ranks have alike once; of the rest, make a table with a row per rank.
+    alike: dict[bytes, dict[str, bytes]] = {}
+    for rank, file in metadata_files.items():
+        shared, numbers = unpickle(file)
+        alike.setdefault(shared, {})[shard_file(rank)] = numbers
+    values: dict[str, tuple[Any, ...]] = {}
+    paths: dict[str, Any] = {}
+    for shared in [*alike]:
+        rows, own_paths = _IndexUnpickler(io.BytesIO(zlib.decompress(shared))).load()
+        paths = {**(own_paths or {}), **paths}
+        numbers = alike.pop(shared)
+        content = bytearray().join([*numbers.values(), bytes(8)])  # an empty buffer would be an error
+        table, begin = torch.frombuffer(content, dtype=torch.int64)[:-1].view(len(numbers), -1), 0
+        files = [*numbers]
+        for name, properties, size in rows:
+            end = begin + 2 * len(size or ()) + 2
+            _, _, parts = values.setdefault(name, (properties, size, []))
+            parts.append((files, table[:, begin:end]))
+            begin = end
+    # 2. Write the index.
+    listed: dict[str, Any] = {}
+    stored: list[_Call] = []
+    for name, (properties, size, parts) in values.items():
+        table = torch.cat([rows for _, rows in parts])
+        if size and 0 not in size and not _is_full(size, table):
+            raise CheckpointError(
+                f"The shards that the ranks wrote to {str(folder)!r} do not add up to a full {name!r}. "
+                "Prepare the same objects on every rank."
+            )
+        files = parts[0][0] if len(parts) == 1 else [file for files, _ in parts for file in files]
+        columns = [array("q", column) for column in table.T.tolist()]
+        listed[name], keys = _chunks(name, properties, size, columns)
+        stored.append(_Call(zip, keys, _Call(map, StorageInfo, files, *columns[-2:])))
+    storage_data: Any = _Call(dict, _Call(chain, *stored))
+    index = Metadata(listed, paths, storage_data, metadata.StorageMeta())
     (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
-    for file in metadata_files:
+    for file in metadata_files.values():
         file.unlink()
-    return [file.name for file in metadata_files]
+    return [file.name for file in metadata_files.values()]
+
+
+def _is_full(size: torch.Size, table: Tensor) -> bool:
+    """Return whether chunks, a row each, fill a tensor as cells of a grid: so do shards of `DTensor`s."""
+    cells, count = torch.zeros(len(table), dtype=torch.int64), 1
+    for dim, length in enumerate(size):
+        begins, position = table[:, dim].unique(return_inverse=True)
+        ends = torch.cat([begins[1:], torch.tensor([length])])
+        if begins[0] or not torch.equal((ends - begins)[position], table[:, len(size) + dim]):
+            return False
+        cells, count = cells * len(begins) + position, count * len(begins)
+    return len(cells.unique()) == count
+
+
+def _chunks(name: str, properties: Any, size: torch.Size | None, columns: list[array[int]]) -> Any:
+    """Return the entry of a value in the index, and the keys of its chunks, as calls."""
+    if size is None:
+        return metadata.BytesStorageMetadata(), [MetadataIndex(name)]
+    offsets, sizes = (
+        _Call(list, _Call(map, torch.Size, _Call(zip, *some) if size else [()] * len(columns[-1])))
+        for some in (columns[: len(size)], columns[len(size) : -2])
+    )
+    chunks: Any = _Call(list, _Call(map, metadata.ChunkStorageMetadata, offsets, sizes))
+    keys = _Call(map, MetadataIndex, _Call(repeat, name), offsets)
+    return TensorStorageMetadata(properties, size, chunks), keys
+
+
+class _Call:
+    """Pickled as a call, so that who unpickles it gets the result.
+
+    An index has an entry per shard and tensor, perhaps millions. Columns of integers, and calls that make
+    DCP's objects of them, are written and read in a fraction of the time, by DCP too.
+    """
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._called = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self._called
 
 
 def read_into(
@@ -337,8 +416,6 @@ _ALLOWED_NAMES = {
         "_MEM_FORMAT_ENCODING",
     ),
     filesystem: ("_StorageInfo", "_StoragePrefix"),
-    planner: ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
-    storage: ("WriteResult",),
 }
 
 
@@ -355,7 +432,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
         for module in ("pathlib", "pathlib._local")
         for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
     },
-    ("builtins", "set"): set,
+    **{("builtins", kind.__name__): kind for kind in (dict, list, map, set, zip)},
+    **{("itertools", kind.__name__): kind for kind in (chain, repeat)},
+    **{("array", name): getattr(array_module, name) for name in ("array", "_array_reconstructor")},
     ("collections", "OrderedDict"): dict,
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,  # before 0.16
 }
