@@ -8,10 +8,11 @@ rank 0 of 2, 4 and 8 real ranks, and the requests of its first collective in eac
 one `TCPStore` with the starts of all ranks; torch looks up names as it connects. `monitor`: requests a
 second of all ranks' hang monitors, seconds to compare ranks, and bytes of the message of a timeout. `data`:
 seconds and memory until the first batch of the last of 8,192 ranks, at the start and after a skip.
-`save`: seconds and memory of one rank's plan, and of rank 0's index of all shards, for weights and Adam's
-state of a Llama 2 70B that FSDP2 shards; the tensors are fakes, and the other ranks' plans are that of rank 0
-with other offsets. Beside it, what DCP's own save does there: it unpickles the same plans, merges and pickles
-them, and also pickles a plan for each rank. `launch`: seconds and bytes of `accel launch --dry_run`.
+`save`: seconds of processor time and memory of rank 0's plan, and of its index of all shards, for weights and
+Adam's state of a Llama 2 70B and 3.1 405B; the tensors are fakes, and the other ranks' shards are computed by
+torch. Beside it, what DCP's own save does there: it unpickles all plans, merges and pickles them, and also
+pickles a plan for each rank. `load`: the same of a rank of a load onto 768 ranks. `launch`: seconds and bytes
+of `accel launch --dry_run`.
 
 Claims: requests do not grow with the ranks, the starts of 1,024 ranks are answered within 10 s, posts are at
 most 1,000 a second, 10⁹ samples start within a second and 64 MB, a dry run of 512 nodes ends within 2 s.
@@ -19,29 +20,35 @@ most 1,000 a second, 10⁹ samples start within a second and 64 MB, a dry run of
 
 from __future__ import annotations
 
+import math
 import pickle
 import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import BatchSampler
 
 from accel_plugins.parallelism.config import mesh_of
-from accel_plugins.sharding.folder import ShardWriter, read_index, write_index
+from accel_plugins.sharding.folder import ShardWriter, local_metadata, read_index, write_index
 from accel_plugins.sharding.state import INDEX_NAME, local_metadata_file, shard_file
 from accel_state import PartialState
 from accel_state.hang_monitor import HangMonitor
@@ -200,93 +207,156 @@ def data(position: int) -> None:
     )
 
 
-def llama() -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a Llama 2 70B with Adam's state."""
-    wide, inner, grouped = 8192, 28672, 1024
-    block = {
-        f"self_attn.{name}_proj": (rows, wide)
-        for name, rows in zip("qkvo", (wide, grouped, grouped, wide), strict=True)
-    }
-    block |= {"mlp.gate_proj": (inner, wide), "mlp.up_proj": (inner, wide), "mlp.down_proj": (wide, inner)}
-    block |= {"input_layernorm": (wide,), "post_attention_layernorm": (wide,)}
-    shapes = {f"layers.{layer}.{name}": shape for layer in range(80) for name, shape in block.items()}
-    shapes |= {"embed_tokens": (32000, wide), "lm_head": (32000, wide), "norm": (wide,)}
-    kinds = ("model", "exp_avg", "exp_avg_sq")
-    return {f"{kind}.{name}": shape for kind in kinds for name, shape in shapes.items()}
+class Llama(NamedTuple):
+    """Sizes of a Llama, whose weights and Adam's state are saved."""
+
+    layers: int
+    wide: int
+    inner: int
+    vocabulary: int
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor."""
+        _, wide, inner, vocabulary = self
+        block = {
+            f"self_attn.{name}_proj": (rows, wide)
+            for name, rows in zip("qkvo", (wide, 1024, 1024, wide), strict=True)
+        }
+        block |= {
+            "mlp.gate_proj": (inner, wide),
+            "mlp.up_proj": (inner, wide),
+            "mlp.down_proj": (wide, inner),
+        }
+        block |= {"input_layernorm": (wide,), "post_attention_layernorm": (wide,)}
+        shapes = {f"{layer}.{name}": shape for layer in range(self.layers) for name, shape in block.items()}
+        shapes |= {"embed_tokens": (vocabulary, wide), "lm_head": (vocabulary, wide), "norm": (wide,)}
+        return {
+            f"{kind}.{name}": row
+            for kind in ("model", "exp_avg", "exp_avg_sq")
+            for name, row in shapes.items()
+        }
 
 
-def plan(world_size: int) -> SavePlan:
-    """Print the cost of rank 0's own plan; return it."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    mesh = mesh_of("cpu", {"dp_shard": world_size})
-    state = {
-        name: DTensor.from_local(
-            torch.empty(-(-shape[0] // world_size), *shape[1:], device="meta"),
-            mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=torch.empty(shape, device="meta").stride(),
+MODELS = {"70B": Llama(80, 8192, 28672, 32000), "405B": Llama(126, 16384, 53248, 128256)}
+
+
+@cache
+def layout(
+    kind: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], rank: int
+) -> tuple[Any, ...]:
+    """Return placements, local shape and offsets of a tensor; no shape where another rank writes it."""
+    names, sizes = zip(*axes, strict=True)
+    placements: list[Any] = [Replicate()] * ("dp_replicate" in names) + [Shard(0)]
+    if "tp" in names:
+        by_columns = [_StridedShard(0, split_factor=sizes[-1]), Shard(0)]
+        by_rows = [Shard(0), Shard(1)]
+        norm = [Shard(0), Replicate()]
+        placements = norm if "norm" in kind else by_rows if kind in {"o_proj", "down_proj"} else by_columns
+    coordinate = [int(place) for place in np.unravel_index(rank, sizes)]
+    local, offsets = _compute_local_shape_and_global_offset(shape, sizes, coordinate, placements)
+    is_copy = any(place and kind.is_replicate() for place, kind in zip(coordinate, placements, strict=True))
+    return placements, None if is_copy or 0 in local else torch.Size(local), torch.Size(offsets)
+
+
+def tensors_of(model: str, axes: dict[str, int], rank: int) -> list[tuple[str, Any, Any, Any]]:
+    """List the name, full and local shape, and offsets, of each tensor that a rank writes."""
+    layouts = [
+        (name, torch.Size(shape), *layout(name.rpartition(".")[2], shape, (*axes.items(),), rank)[1:])
+        for name, shape in MODELS[model].shapes().items()
+    ]
+    return [row for row in layouts if row[2] is not None]
+
+
+def fakes(model: str, axes: dict[str, int], rank: int) -> dict[str, Any]:
+    """Return the state of a rank, whose tensors have no values."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(axes.values()))
+    mesh, state = mesh_of("cpu", axes), {}
+    for name, shape in MODELS[model].shapes().items():
+        placements, local, _ = layout(name.rpartition(".")[2], shape, (*axes.items(),), rank)
+        full = torch.empty(shape, device="meta")
+        fake = full.new_empty(local or (0, *shape[1:]))
+        state[name] = DTensor.from_local(
+            fake, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
         )
-        for name, shape in llama().items()
-    }
-    begun = time.perf_counter()
-    made = ShardWriter(state, rank=0)._plan
-    seconds = time.perf_counter() - begun
-    print(f"save    {world_size:5d} ranks: {len(made.items)} tensors planned in {seconds:.2f} s")
-    return made
+    return state
 
 
-def plant(folder: Path, world_size: int) -> None:
-    """Write the metadata files of all ranks."""
-    made = plan(world_size)
-    for rank in range(world_size):
-        own: list[WriteItem] = []
-        for item in made.items:
-            data: Any = item.tensor_data
-            rows = data.chunk.sizes[0]
-            if rank * rows >= data.size[0]:
-                continue
-            offsets = torch.Size([rank * rows, *data.chunk.offsets[1:]])
-            sizes = torch.Size([min(rows, data.size[0] - offsets[0]), *data.chunk.sizes[1:]])
-            chunk = ChunkStorageMetadata(offsets, sizes)
-            index = MetadataIndex(item.index.fqn, offsets)
-            own.append(replace(item, index=index, tensor_data=replace(data, chunk=chunk)))
-        results = [
-            WriteResult(item.index, 1000, StorageInfo(shard_file(rank), number * 1000, 1000))
-            for number, item in enumerate(own)
-        ]
-        text = pickle.dumps((replace(made, items=own), results))
-        (folder / local_metadata_file(rank)).write_bytes(text)
-
-
-def merge(folder: Path, world_size: int) -> None:
-    """Print the cost of the index of all shards, and of its reading."""
-    before, begun = _peak_mb(), time.perf_counter()
-    write_index(folder, range(world_size))
-    seconds, megabytes = time.perf_counter() - begun, _peak_mb() - before
-    begun = time.perf_counter()
-    read_index(folder)
+def plan(folder: Path, model: str, axes: dict[str, int]) -> None:
+    """Print the cost of rank 0's plan, and of the next save's; write the metadata files of all ranks."""
+    state, before = fakes(model, axes, 0), _peak_mb()
+    begun = time.process_time()
+    made: Any = ShardWriter(state, rank=0)._plan
+    first, begun = time.process_time() - begun, time.process_time()
+    ShardWriter(state, rank=0)
+    again = time.process_time() - begun
+    properties = {item.index.fqn: item.tensor_data.properties for item in made.items}
+    assert [*properties] == [name for name, *_ in tensors_of(model, axes, 0)]
     print(
-        f"save    {world_size:5d} ranks: rank 0's index in {seconds:.1f} s, {megabytes:.0f} MB; "
-        f"{(folder / INDEX_NAME).stat().st_size / 1e6:.0f} MB on the disk, read in "
-        f"{time.perf_counter() - begun:.1f} s"
+        f"save    {model}, {axes}: rank 0 plans {len(properties)} tensors in {first:.2f} s, in the next "
+        f"save in {again:.2f} s, {_peak_mb() - before:.0f} MB",
+        flush=True,
+    )
+    for rank in range(math.prod(axes.values())):
+        rows, numbers = [], array("q")
+        for name, shape, local, offsets in tensors_of(model, axes, rank):
+            rows.append((name, properties.get(name, next(iter(properties.values()))), shape))
+            numbers.extend((*offsets, *local, 0, 1000))
+        content = local_metadata(rows, made.planner_data, numbers)
+        (folder / local_metadata_file(rank)).write_bytes(content)
+
+
+def merge(folder: Path, model: str, axes: dict[str, int]) -> None:
+    """Print the cost of the index of all shards."""
+    before, begun = _peak_mb(), time.process_time()
+    write_index(folder, range(math.prod(axes.values())))
+    seconds, megabytes = time.process_time() - begun, (folder / INDEX_NAME).stat().st_size / 1e6
+    print(
+        f"save    {model}, {axes}: rank 0's index in {seconds:.1f} s, {_peak_mb() - before:.0f} MB; "
+        f"{megabytes:.0f} MB on the disk"
     )
 
 
-def merge_as_dcp(folder: Path, world_size: int) -> None:
-    """Print the cost of the same with DCP's own plans, which rank 0 gathers, merges and scatters."""
-    before, begun = _peak_mb(), time.perf_counter()
-    files = [(folder / local_metadata_file(rank)).read_bytes() for rank in range(world_size)]
+def load(folder: Path, model: str, axes: dict[str, int]) -> None:
+    """Print the cost of the plan of one rank of a load onto other ranks."""
+    state, before, begun = fakes(model, axes, 1), _peak_mb(), time.process_time()
+    index = read_index(folder)
+    read = time.process_time() - begun
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state, index, is_coordinator=False)
+    items = planner.create_local_plan().items
+    print(
+        f"load    {model}, {axes}: index read in {read:.1f} s, {len(items)} reads planned in "
+        f"{time.process_time() - begun - read:.1f} s, {_peak_mb() - before:.0f} MB"
+    )
+
+
+def save_as_dcp(folder: Path, model: str, axes: dict[str, int]) -> None:
+    """Print the cost of a save with DCP's own plans, which rank 0 gathers, merges and scatters."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(fakes(model, axes, 0), is_coordinator=True)
+    made = planner.create_local_plan()
+    files: list[bytes] = []
+    for rank in range(math.prod(axes.values())):
+        own: list[WriteItem] = []
+        for name, shape, local, offsets in tensors_of(model, axes, rank):
+            data = TensorWriteData(ChunkStorageMetadata(offsets, local), TensorProperties(), shape)
+            own.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
+        stored = StorageInfo(shard_file(rank), 0, 1000)
+        results = [WriteResult(item.index, 1000, stored) for item in own]
+        files.append(pickle.dumps((replace(made, items=own), results)))
+    before, begun = _peak_mb(), time.process_time()
     gathered = [pickle.loads(text) for text in files]
     plans, index = DefaultSavePlanner().create_global_plan([own for own, _ in gathered])
     scattered = [pickle.dumps(own) for own in plans]
     index.storage_data = {result.index: result.storage_data for _, results in gathered for result in results}
-    pickle.dumps(index)
-    seconds, megabytes = time.perf_counter() - begun, _peak_mb() - before
+    (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
+    seconds, received, sent = (
+        time.process_time() - begun,
+        *(sum(map(len, x)) / 1e6 for x in (files, scattered)),
+    )
     print(
-        f"save    {world_size:5d} ranks: DCP's own in {seconds:.1f} s, {megabytes:.0f} MB, and "
-        f"{sum(map(len, scattered)) / 1e6:.0f} MB of plans sent"
+        f"save    {model}, {axes}: DCP's own in {seconds:.1f} s, {_peak_mb() - before:.0f} MB; "
+        f"{received:.0f} MB gathered, {sent:.0f} MB of plans sent"
     )
 
 
@@ -301,21 +371,26 @@ MESHES = (
     (8, {"dp_replicate": 4, "dp_shard": 2}),
     (8, {"pp": 2, "dp_shard": 2, "tp": 2}),
 )
+SAVED = (
+    {"dp_replicate": 64, "dp_shard": 64},
+    *({"dp_shard": ranks} for ranks in (256, 1024, 4096)),
+    *({"dp_shard": ranks // 8, "tp": 8} for ranks in (256, 1024, 4096)),
+)
+LOADED = {"dp_shard": 96, "tp": 8}
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("fork")
     cases = [(start, 128), (start, 512), (start, 4096), (replay, 1024), (monitor, 1024), (monitor, 16384)]
     meshes = [(ranks, *case) for case in MESHES]
     launches = [(launch, name, nodes) for name in ("slurm", "kubeflow", "ray") for nodes in (2, 512)]
+    saves: list[tuple[Any, ...]] = [(save_as_dcp, "70B", SAVED[0])]
+    for model in MODELS:
+        for axes in SAVED:
+            saves += [(plan, model, axes), (merge, model, axes), (load, model, LOADED)]
     with tempfile.TemporaryDirectory() as name:
-        saves = [
-            (function, Path(name), world_size)
-            for world_size in (64, 256)
-            for function in (plant, merge_as_dcp, merge)
-        ]
         for function, *arguments in [
-            *(*launches, *meshes, *cases),
-            *((data, 0), (data, 900_005_888), *saves),
+            *(*launches, *meshes, *cases, (data, 0), (data, 900_005_888)),
+            *((function, Path(name), *arguments) for function, *arguments in saves),
         ]:
             process = context.Process(target=function, args=arguments)
             process.start()
