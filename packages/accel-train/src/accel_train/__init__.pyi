@@ -35,4 +35,5 @@ from accel_train.launching import WorkerFailedError as WorkerFailedError
 from accel_train.launching import debug_launcher as debug_launcher
 from accel_train.launching import launch as launch
 from accel_train.launching import notebook_launcher as notebook_launcher
+from accel_train.micro_batches import AutoMicroBatch as AutoMicroBatch
 from accel_train.step import LocalSGD as LocalSGD
