@@ -17,15 +17,12 @@ import torch
 from accel import Accelerator
 
 accelerator = Accelerator()
-weight = torch.nn.Linear(1, 1, bias=False)
-with torch.no_grad():
-    weight.weight.fill_(0.0)
-model, optimizer = accelerator.prepare(weight, torch.optim.SGD(weight.parameters(), lr=1.0))
-accelerator.backward(model(torch.tensor([[float(accelerator.process_index + 1)]])).sum())
-optimizer.step()
+weight = torch.zeros(1, requires_grad=True)
+accelerator.backward(weight.sum() * (accelerator.process_index + 1))
+mean = accelerator.reduce(weight.grad, "mean")  # as DDP does, for which torch imports its compiler for 4 s
 places = accelerator.gather(torch.tensor([[accelerator.process_index, accelerator.local_process_index]]))
 if accelerator.is_main_process:
-    print("places", places.tolist(), "weight", weight.weight.item())
+    print("places", places.tolist(), "gradient", mean.item())
 """
 
 
@@ -92,4 +89,4 @@ def test_two_hosts_train_together(hosts, tmp_path, backend, processes, is_ranked
     outputs = [output for output, _ in heard]
     if is_ranked:
         assert outputs[1] == ""
-    assert "".join(outputs).split("places ")[1].strip() == f"{places} weight {-mean}"
+    assert "".join(outputs).split("places ")[1].strip() == f"{places} gradient {mean}"

@@ -20,6 +20,24 @@ import torch
 from accel import Accelerator
 from accel.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 
+class Momentum:
+    def __init__(self, model):
+        self.parameters = [*model.parameters()]
+        self.averages = [torch.zeros_like(parameter) for parameter in self.parameters]
+
+    def state_dict(self):
+        return {"averages": self.averages}
+
+    def load_state_dict(self, state):
+        self.averages = state["averages"]
+
+    @torch.no_grad()
+    def step(self, accelerator):
+        for parameter, average in zip(self.parameters, self.averages):
+            average.mul_(0.9).add_(accelerator.reduce(parameter.grad, "mean"))
+            parameter.sub_(0.01 * average)
+            parameter.grad = None
+
 folder, kills = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 accelerator = Accelerator(
     project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2),
@@ -27,11 +45,13 @@ accelerator = Accelerator(
 )
 set_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+# Neither DDP nor an optimizer of torch, for which each life imports torch's compiler for 4 s.
+model = accelerator.prepare_model(model, evaluation_mode=True)
+momentum = Momentum(model)
+accelerator.register_for_checkpointing(momentum)
 data = torch.randn(52, 4, generator=torch.Generator().manual_seed(1))
 loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
-model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+loader = accelerator.prepare(loader)
 if accelerator.has_checkpoint:
     accelerator.load_state()
 lives = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -39,9 +59,7 @@ steps = 0
 while loader.iteration < 3:
     for batch in loader:
         accelerator.backward(model(batch).square().mean())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+        momentum.step(accelerator)
         steps += 1
         if steps % 4 == 0:
             accelerator.save_state()
