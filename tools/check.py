@@ -116,8 +116,7 @@ STEPS = (  # long ones first; not all those together that would compile the same
     Step(
         "xla",
         "training on XLA devices, as on the CPU (with --all)",
-        XLA,
-        thorough=("--all",),
+        (*XLA, "--all"),
         slow=True,
         once_more=XLA,
     ),
@@ -144,9 +143,10 @@ STEPS = (  # long ones first; not all those together that would compile the same
     ),
     Step(
         "isolation",
-        "each wheel installs alone, imports, and runs the examples of its README",
+        "each wheel installs alone, imports, and runs the examples of its README (with --all)",
         (PYTHON, "tools/check_isolation.py"),
         thorough=("--tests",),
+        slow=True,
     ),
     Step("site", "the site builds without a warning", (PYTHON, "tools/build_docs.py")),
     Step("format", "ruff format", (PYTHON, "-m", "ruff", "format", "--check", ".")),
