@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import mse_loss
 
 from accel_ops.tree import full_tensor
+from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.errors import SettingsError, UnsupportedError
@@ -215,6 +216,13 @@ def test_too_little_memory_for_one_sample_ends_all_ranks():
     where = "this rank .CUDA out" if accelerator.process_index else "another rank"
     with pytest.raises(torch.OutOfMemoryError, match=f"{where}.*one sample"):
         micro.backward(compute_loss, rows_of(accelerator, 0))
+
+
+@distributed(world_size=1)
+def test_an_engine_with_gradients_of_its_own_is_refused_by_name():
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin())
+    with pytest.raises(UnsupportedError, match=r"AutoMicroBatch\(\)"):
+        AutoMicroBatch(accelerator, make_model())
 
 
 @needs_reset

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_ops.tree import find_batch_size, slice_tensors
+from accel_plugins.strategy import Feature
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.memory import clear_device_cache, should_reduce_batch_size
 from accel_state.rng import rng_source
@@ -54,8 +55,8 @@ class AutoMicroBatch:
 
     Raises:
         SettingsError: `micro_batches` is not positive, or the accelerator accumulates gradients itself.
-        UnsupportedError: There are several processes, and the model is not one of FSDP2, or torch's FSDP2
-            lacks `reset_iter_state`.
+        UnsupportedError: The strategy keeps its gradients to itself; or there are several processes, and the
+            model is not one of FSDP2, or torch's FSDP2 lacks `reset_iter_state`.
 
     Example:
         >>> from accel_train import Accelerator
@@ -73,6 +74,7 @@ class AutoMicroBatch:
                 f"{accelerator.gradient_accumulation_steps}: it needs at least one micro-batch, and "
                 "accumulates the gradients of a batch itself."
             )
+        accelerator._parts.strategy.require(Feature.ITEM_COUNTS, "AutoMicroBatch()")
         self.micro_batches = micro_batches
         self._accelerator = accelerator
         self._model: Any = model
