@@ -2,8 +2,8 @@
 
 A fenced block marked `python` is executed, on two processes if it begins with `# train.py`; one marked
 `bash` is run as a command line from the root of the workspace with the installed environment first on the
-path; other blocks (`text`) only show. Programs for two processes, and what shows the launch of the README
-once more, run with `tools/check.py --all`.
+path; other blocks (`text`) only show. With every commit, the README's first command trains on two processes;
+other programs of several processes, and other ways to start that one, run with `tools/check.py --all`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAGES = [
 ]
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 PROGRAM = "# train.py\n"
-ANOTHER_START = ("uv run python packages", "uv run torchrun")
+LONG = ("uv run python packages", "uv run torchrun", "uv run accel launch --config_file")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)\)")
 
 
@@ -52,7 +52,7 @@ def commands() -> list[pytest.param]:
         pytest.param(
             command,
             id=f"{page.relative_to(ROOT)}: {command}",
-            marks=[pytest.mark.thorough] if command.startswith(ANOTHER_START) else [],
+            marks=[pytest.mark.thorough] if command.startswith(LONG) else [],
         )
         for command, page in pages.items()
     ]

@@ -143,7 +143,7 @@ def test_what_megatron_began_goes_on_under_another_strategy(tmp_path: Path) -> N
 @pytest.mark.thorough
 @pytest.mark.parametrize("config", ENGINES)
 def test_a_file_is_all_that_the_launcher_needs(config: str, tmp_path: Path) -> None:
-    """Of an engine; with every commit, the README's command starts the same script with the file of FSDP2."""
+    """Of an engine; the README's command starts the same script with the file of FSDP2."""
     command = [
         sys.executable,
         "-m",

@@ -80,6 +80,7 @@ def test_the_self_test_passes(tmp_path: Path) -> None:
     accel("test", folder=tmp_path)
 
 
+@pytest.mark.thorough  # with every commit on the CPU, in accel-inspect
 def test_memory_is_estimated(tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     more = {"num_attention_heads": 4, "vocab_size": 100, "architectures": ["LlamaForCausalLM"]}
