@@ -22,6 +22,7 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import CheckpointError, CheckpointWriteError, DistributedOperationException
 from accel_train import Accelerator
 from accel_train.checkpoint import files, save
+from accel_train.checkpoint.layout import read_manifest
 from harness import distributed
 
 
@@ -427,6 +428,9 @@ def test_every_host_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     names = {path.name for path in (folder / "checkpoint_1").iterdir()}
     assert {"model.safetensors", f"random_states_{rank}.pkl"} <= names
     assert f"random_states_{(rank + 2) % 4}.pkl" not in names
+    manifest = read_manifest(folder / "checkpoint_1")
+    assert manifest is not None
+    assert {f"random_states_{rank // 2 * 2 + local}.pkl" for local in range(2)} <= manifest.files.keys()
     train(*run, 1)
     run[0].load_state()
     assert torch.equal(before, weights(run[1]))

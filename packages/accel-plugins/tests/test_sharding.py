@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint import planner_helpers
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -116,7 +117,8 @@ def test_what_any_number_of_ranks_saved_any_number_reads(
 
 def test_an_index_is_small_and_what_dcp_reads(tmp_path: Path):
     names = [f"layer.{number}.weight" for number in range(20)]
-    whole = {name: torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) for name in names}
+    whole = {name: torch.full((64, 3), number) for number, name in enumerate(names)}
+    whole = {name: value + torch.arange(192.0).reshape(64, 3) / 192 for name, value in whole.items()}
     short, scalar = torch.arange(5.0), torch.tensor(7.0)
 
     def make(mesh: DeviceMesh) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def test_an_index_is_small_and_what_dcp_reads(tmp_path: Path):
 
     save(tmp_path, 64, make)
     text = (tmp_path / INDEX_NAME).read_bytes()
-    assert len(text) / (len(names) * 64) < 80  # four integers of a chunk, two of its place, and a little more
+    assert len(text) / (len(names) * 64) < 40  # its place, as two integers; tensors share their chunks
     strings = {argument for _, argument, _ in pickletools.genops(text) if isinstance(argument, str)}
     assert "torch.distributed.checkpoint.metadata" in strings
     assert not [name for name in strings if name.startswith("accel")]  # a module that only this library has
@@ -142,6 +144,34 @@ def test_an_index_is_small_and_what_dcp_reads(tmp_path: Path):
         dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
     assert all(torch.equal(read[name], value) for name, value in whole.items())
     assert (read["short"].tolist(), read["scalar"].item()) == ([0, 1, 2, 3, 4], 7)
+    with as_rank(1, 3) as mesh:
+        wanted = make(mesh)
+        state: dict[str, Any] = {
+            name: torch.zeros_like(value) for name, value in wanted.items() if name != "step"
+        } | {"step": 0}
+        read_into(tmp_path, state)
+        for name in names:
+            assert torch.equal(state[name].to_local(), wanted[name].to_local())
+
+
+@pytest.mark.parametrize("count", [1, 50])
+def test_the_shards_of_tensors_alike_are_planned_once(tmp_path: Path, monkeypatch: Any, count: int):
+    placed: list[Any] = []
+
+    def place(*arguments: Any) -> Any:
+        placed.append(arguments)
+        return compute(*arguments)
+
+    def make(mesh: DeviceMesh) -> dict[str, Any]:
+        return {str(number): sharded(torch.ones(4, 2), mesh, 0) for number in range(count)}
+
+    compute = planner_helpers.compute_local_shape_and_global_offset
+    monkeypatch.setattr(planner_helpers, "compute_local_shape_and_global_offset", place)
+    save(tmp_path, 2, make)
+    assert len(placed) == 2  # by each rank
+    with as_rank(0, 2) as mesh:
+        read_into(tmp_path, make(mesh))
+    assert len(placed) == 3
 
 
 @pytest.mark.parametrize("ranks", [[0, 0], [0], [1, 1]])

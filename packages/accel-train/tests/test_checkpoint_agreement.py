@@ -10,7 +10,7 @@ from accel_state import hang_monitor
 from accel_state.errors import DistributedOperationException, StalledCollectiveError
 from accel_state.hang_monitor import HangMonitor
 from accel_state.rank_status import RankStatus
-from accel_train.checkpoint import agreement
+from accel_train.checkpoint import agreement, save
 from accel_train.checkpoint.agreement import AbsentRankError, StoreAllGather
 
 
@@ -73,6 +73,11 @@ def test_what_the_others_get_does_not_grow_with_ranks_that_say_the_same(world_si
     assert first == [[f"the files of rank {rank}", ""] for rank in range(world_size)]
     assert others == [[[None, ""]] * world_size] * (world_size - 1)
     assert len(store.get("accel/checkpoint/test/1/all")) == len(f'[[[null, ""], {world_size}]]')
+
+
+def test_no_rank_but_0_gets_the_records_of_files_also_if_each_host_commits_its_own() -> None:
+    rows = [[{f"rng_{rank}": {"size": 9, "digest": "x"}}, "", rank // 2 * 2] for rank in range(4)]
+    assert save._for_other_ranks(rows) == [[{}, "", 0], [{}, "", 0], [{}, "", 2], [{}, "", 2]]
 
 
 def test_the_store_does_not_fill_up() -> None:

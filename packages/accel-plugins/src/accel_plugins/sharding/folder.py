@@ -18,15 +18,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -51,11 +56,14 @@ class ShardWriter:
         is_writer = rank == writer
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(_present(dict(state)), is_coordinator=is_writer)
-        plan, tensors = self._planner.create_local_plan(), self._planner.state_dict
-        items = [
-            item for item in plan.items if _is_written(item, tensors[item.index.fqn], is_writer=is_writer)
-        ]
-        self._plan = replace(plan, items=items)
+        items: list[WriteItem] = []
+        known: dict[Any, list[WriteItem]] = {}
+        for name, value in self._planner.state_dict.items():
+            if (kind := _kind(name, value)) not in known:
+                plan = create_default_local_save_plan({name: value}, is_writer)
+                known[kind] = [item for item in plan.items if _is_written(item, value, is_writer=is_writer)]
+            items += [replace(item, index=replace(item.index, fqn=name)) for item in known[kind]]
+        self._plan = SavePlan(items, planner_data=self._planner.mappings)
         self._file = shard_file(rank)
         self._results: list[WriteResult] = []
 
@@ -156,8 +164,33 @@ def _is_written(item: WriteItem, value: Any, *, is_writer: bool) -> bool:
     return not any(replicas) and (has_any or (not value.numel() and not any(coordinate)))
 
 
+def _kind(name: str, value: Any) -> Any:
+    """Return what tensors that are planned alike have alike: torch takes milliseconds to place a shard."""
+    if not isinstance(value, DTensor):
+        return name
+    placed = value.device_mesh, value.placements
+    return value.shape, value.stride(), value.dtype, value.requires_grad, *placed
+
+
 class _LoadPlanner(DefaultLoadPlanner):
     """Load plan that unpickles objects with `weights_only=True`."""
+
+    def create_local_plan(self) -> LoadPlan:
+        index = cast("Metadata", self.metadata)
+        rows: dict[str, Any] = index.state_dict_metadata
+        if self.flatten_state_dict and rows.keys() - self.state_dict.keys():
+            return super().create_local_plan()  # perhaps the keys of an older torch
+        items: list[ReadItem] = []
+        known: dict[Any, list[ReadItem]] = {}
+        for name, value in self.state_dict.items():
+            kind = _kind(name, value), id(getattr(rows.get(name), "chunks", None))
+            if kind not in known:
+                plan = create_default_local_load_plan({name: value}, index, not self.allow_partial_load)
+                known[kind] = plan.items
+            for item in known[kind]:
+                here, there = (replace(place, fqn=name) for place in (item.dest_index, item.storage_index))
+                items.append(replace(item, dest_index=here, storage_index=there))
+        return LoadPlan(items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
@@ -200,19 +233,25 @@ def write_index(folder: AnyPath, ranks: Iterable[int]) -> list[str]:
             _, _, parts = values.setdefault(name, (properties, size, []))
             parts.append((files, table[:, begin:end]))
             begin = end
-    # 2. Write the index.
+    # 2. Write the index; tensors that are sharded alike share the list of their chunks.
     listed: dict[str, Any] = {}
     stored: list[_Call] = []
+    known: dict[tuple[Any, ...], tuple[_Call, _Call]] = {}
     for name, (properties, size, parts) in values.items():
         table = torch.cat([rows for _, rows in parts])
-        if size and 0 not in size and not _is_full(size, table):
-            raise CheckpointError(
-                f"The shards that the ranks wrote to {str(folder)!r} do not add up to a full {name!r}. "
-                "Prepare the same objects on every rank."
-            )
         files = parts[0][0] if len(parts) == 1 else [file for files, _ in parts for file in files]
         columns = [array("q", column) for column in table.T.tolist()]
-        listed[name], keys = _chunks(name, properties, size, columns)
+        keys, listed[name] = [MetadataIndex(name)], metadata.BytesStorageMetadata()
+        if size is not None:
+            key = size, *map(bytes, columns[:-2])
+            if key not in known and size and 0 not in size and not _is_full(size, table):
+                raise CheckpointError(
+                    f"The shards that the ranks wrote to {str(folder)!r} do not add up to a full {name!r}. "
+                    "Prepare the same objects on every rank."
+                )
+            offsets, chunks = known[key] = known.get(key) or _chunks(size, columns)
+            keys = _Call(map, MetadataIndex, _Call(repeat, name), offsets)
+            listed[name] = TensorStorageMetadata(properties, size, cast("Any", chunks))
         stored.append(_Call(zip, keys, _Call(map, StorageInfo, files, *columns[-2:])))
     storage_data: Any = _Call(dict, _Call(chain, *stored))
     index = Metadata(listed, paths, storage_data, metadata.StorageMeta())
@@ -234,17 +273,13 @@ def _is_full(size: torch.Size, table: Tensor) -> bool:
     return len(cells.unique()) == count
 
 
-def _chunks(name: str, properties: Any, size: torch.Size | None, columns: list[array[int]]) -> Any:
-    """Return the entry of a value in the index, and the keys of its chunks, as calls."""
-    if size is None:
-        return metadata.BytesStorageMetadata(), [MetadataIndex(name)]
+def _chunks(size: torch.Size, columns: list[array[int]]) -> tuple[_Call, _Call]:
+    """Return the lists of the offsets of a tensor's chunks, and of the chunks."""
     offsets, sizes = (
         _Call(list, _Call(map, torch.Size, _Call(zip, *some) if size else [()] * len(columns[-1])))
         for some in (columns[: len(size)], columns[len(size) : -2])
     )
-    chunks: Any = _Call(list, _Call(map, metadata.ChunkStorageMetadata, offsets, sizes))
-    keys = _Call(map, MetadataIndex, _Call(repeat, name), offsets)
-    return TensorStorageMetadata(properties, size, chunks), keys
+    return offsets, _Call(list, _Call(map, metadata.ChunkStorageMetadata, offsets, sizes))
 
 
 class _Call:

@@ -397,7 +397,7 @@ class _Job:
             if self.run.commits and not problems:
                 ranks = [rank for rank, (*_, committer) in enumerate(rows) if committer == self.run.rank]
                 records = {name: FileRecord(**row) for rank in ranks for name, row in rows[rank][0].items()}
-                self.problem = _commit(self, ranks, records)
+                self.problem = _commit(self, ranks, records | written)
         finally:
             self.files.clear()
             self.clean()
@@ -413,9 +413,8 @@ class _Job:
 
 
 def _for_other_ranks(rows: list[Any]) -> list[Any]:
-    """Return what was written without the records of files, unless a rank of each host commits its own."""
-    commits_alone = not any(committer for *_, committer in rows)
-    return [[{}, *rest] for _, *rest in rows] if commits_alone else rows
+    """Return what was written without the records of files: another host's committer reads its own folder."""
+    return [[{}, *rest] for _, *rest in rows]
 
 
 def _write(job: _Job) -> dict[str, FileRecord]:
@@ -457,7 +456,7 @@ def _commit(job: _Job, ranks: Sequence[int], files: dict[str, FileRecord]) -> st
                 f" Choose a folder that they share, or "
                 "pass ProjectConfiguration(save_on_each_node=True)"
             )
-        unhashed = found.keys() - files.keys()  # those of hooks
+        unhashed = found.keys() - files.keys()  # those of hooks, and of other ranks of this host
         end = f"/{local_metadata_file(job.run.rank)}"
         for name in [name.removesuffix(end) for name in files if name.endswith(end)]:  # folders of shards
             unhashed.add(f"{name}/{INDEX_NAME}")
