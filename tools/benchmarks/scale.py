@@ -37,7 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -48,7 +48,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import BatchSampler
 
 from accel_plugins.parallelism.config import mesh_of
-from accel_plugins.sharding.folder import ShardWriter, local_metadata, read_index, write_index
+from accel_plugins.sharding.folder import ShardWriter, _LoadPlanner, local_metadata, read_index, write_index
 from accel_plugins.sharding.state import INDEX_NAME, local_metadata_file, shard_file
 from accel_state import PartialState
 from accel_state.hang_monitor import HangMonitor
@@ -253,7 +253,10 @@ def layout(
         norm = [Shard(0), Replicate()]
         placements = norm if "norm" in kind else by_rows if kind in {"o_proj", "down_proj"} else by_columns
     coordinate = [int(place) for place in np.unravel_index(rank, sizes)]
-    local, offsets = _compute_local_shape_and_global_offset(shape, sizes, coordinate, placements)
+    nested = sizes, coordinate, placements
+    if isinstance(placements[0], _StridedShard):  # the same, without tensors of indices
+        nested = sizes[::-1], coordinate[::-1], [Shard(0), Shard(0)]
+    local, offsets = _compute_local_shape_and_global_offset(shape, *nested)
     is_copy = any(place and kind.is_replicate() for place, kind in zip(coordinate, placements, strict=True))
     return placements, None if is_copy or 0 in local else torch.Size(local), torch.Size(offsets)
 
@@ -321,7 +324,7 @@ def load(folder: Path, model: str, axes: dict[str, int]) -> None:
     state, before, begun = fakes(model, axes, 1), _peak_mb(), time.process_time()
     index = read_index(folder)
     read = time.process_time() - begun
-    planner = DefaultLoadPlanner()
+    planner = _LoadPlanner()
     planner.set_up_planner(state, index, is_coordinator=False)
     items = planner.create_local_plan().items
     print(
