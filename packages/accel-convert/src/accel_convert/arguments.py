@@ -26,8 +26,9 @@ def make_parser() -> Parser:
     )
     made.add_argument("--to", choices=FORMATS, required=True, help=text)
     text = (
-        "for a LoRA adapter of peft, its base model; for a checkpoint of Megatron-LM, a folder with"
-        " the config.json of transformers whose names and layout to use"
+        "for a LoRA adapter of peft, its base model; for other checkpoints of a model of transformers, a "
+        "folder with its config.json: safetensors and torch get the names and layouts of the Hub, the others "
+        "those in memory"
     )
     made.add_argument("--base", metavar="DIR", help=text)
     text = "memory limit for tensors (default: %(default)s)"

@@ -72,16 +72,20 @@ def convert_checkpoint(
         target: A folder, or its URL, that is absent or empty. An upload to a store uses a temporary local
             folder.
         to: `"safetensors"`, `"torch"`, `"full"`, `"sharded"`, `"dcp"` or `"universal"`.
-        base: For a LoRA adapter of peft, the checkpoint into whose weights it is merged. For a checkpoint of
-            Megatron-LM, a folder with the configuration of transformers whose names and layout are used.
+        base: For a LoRA adapter of peft, the checkpoint into whose weights it is merged. For another
+            checkpoint of a model of transformers, a folder with its configuration: `"safetensors"` and
+            `"torch"` get the names and layouts of the Hub, other formats those in memory, also from
+            Megatron-LM.
         max_memory: Maximum bytes of tensors in memory, or text like `"500MB"`. A row of a tensor is never
             split.
         max_shard_size: Maximum bytes of a file of `"safetensors"` or `"torch"`, or text like `"5GB"`.
         dry_run: Whether to write nothing.
 
     Raises:
-        CheckpointError: The source is damaged or of no known format, or a written tensor differs.
-        SettingsError: There is no such format, the target has files, or `base` is missing or not applicable.
+        CheckpointError: The source is damaged, of no known format or of another model than `base`, or a
+            written tensor differs.
+        SettingsError: There is no such format, the target has files, or `base` is missing or has no
+            configuration.
         OSError: A file cannot be read or written.
     """
     limit = convert_file_size_to_int(max_memory)
@@ -94,7 +98,11 @@ def convert_checkpoint(
         raise SettingsError(f"target={str(folder)!r} is a file.")
     if sizes_in(folder):
         raise SettingsError(f"target={str(folder)!r} already contains files. Write to a new folder.")
-    contents = open_checkpoint(any_path(source, "source"), None if base is None else any_path(base, "base"))
+    contents = open_checkpoint(
+        any_path(source, "source"),
+        None if base is None else any_path(base, "base"),
+        on_hub=to in {"safetensors", "torch"},
+    )
     shard_size = convert_file_size_to_int(max_shard_size)
     written, read = _Digests(limit), _Digests(limit)
     with nullcontext() if dry_run else _staging(folder) as staging:
@@ -169,11 +177,11 @@ class _Digests:
         for begin, rows in lazy.chunks(self._chunk_size):
             digest.update(as_bytes(rows))
             yield begin, rows
+            self._since_trimmed += rows.nbytes
+            if self._since_trimmed > self._chunk_size:
+                self._since_trimmed = 0
+                trim_heap()
         self._digests[id(lazy)] = (digest.hexdigest(), lazy.shape, lazy.dtype)
-        self._since_trimmed += lazy.nbytes
-        if self._since_trimmed > self._chunk_size:
-            self._since_trimmed = 0
-            trim_heap()
 
     def of(self, lazy: LazyTensor | None) -> object:
         """Return the hash of the elements of a tensor with its shape and dtype, if it was read."""

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ import torch
 from torch import Tensor
 
 from accel_convert.contents import CheckpointContents, OptimizerContents, lazy_of
+from accel_convert.hub import config_files, load_config
 from accel_convert.stream import read_lazily
 from accel_ops.weights.lazy_tensors import LazyTensor
 from accel_plugins.deepspeed.folder import load_file
 from accel_plugins.megatron.families import Weight, find_family, plain_name, separate_norms
 from accel_plugins.sharding.folder import read_index
-from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError, some_of
+from accel_state.errors import CheckpointError, some_of
 from accel_state.files import read_json
 from accel_state.remote import AnyPath
 
@@ -81,11 +81,7 @@ def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents |
         latest: dict[LazyTensor, Sequence[Tensor]] = {}
         weights = _unpacked(weights, rows, folder, latest)
         states = {key: _unpacked(values, rows, folder, latest) for key, values in states.items()}
-        contents.config_files = {
-            path.name: path
-            for path in base.iterdir()
-            if path.suffix in {".json", ".txt", ".model"} and not path.name.endswith(".index.json")
-        }
+        contents.config_files = config_files(base)
     contents.models.append(weights)
     # 3. Add the groups of the optimizer.
     if states:
@@ -117,22 +113,7 @@ def _read_layer(lazy: LazyTensor, layer: int, begin: int, end: int) -> Tensor:
 
 def _rows(base: AnyPath, weights: Mapping[str, LazyTensor]) -> dict[str, tuple[Weight, list[str]]]:
     """Return each weight's packing, and the names of its parts, from the transformers configuration."""
-    try:
-        transformers: Any = import_module("transformers")
-    except ImportError as error:
-        raise MissingDependencyError(
-            "base= reads a configuration of transformers: run `pip install transformers`"
-        ) from error
-    if not isinstance(base, Path):
-        raise SettingsError(f"base={str(base)!r} is on a store; give a local folder.")
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            str(base), local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"base={str(base)!r} has no configuration of transformers: {str(error).splitlines()[0]}"
-        ) from error
+    config = load_config(base)
     by_parameter = {row.parameter: row for row in find_family(config).weights(config)}
     rows: dict[str, tuple[Weight, list[str]]] = {}
     for name in weights:

@@ -9,6 +9,7 @@ from typing import Any, cast
 from accel_convert.adapters import is_adapter, merge_adapter
 from accel_convert.contents import CheckpointContents
 from accel_convert.deepspeed import read_engine_state, read_universal
+from accel_convert.hub import with_names_of
 from accel_convert.megatron import read_megatron
 from accel_convert.names import name_parameters
 from accel_convert.stream import read_lazily
@@ -24,23 +25,29 @@ from accel_train.checkpoint import layout
 from accel_train.checkpoint.layout import MODEL_KEY, OPTIMIZER_KEY, read_manifest
 
 
-def open_checkpoint(path: AnyPath, base: AnyPath | None = None) -> CheckpointContents:
+def open_checkpoint(
+    path: AnyPath, base: AnyPath | None = None, *, on_hub: bool = False
+) -> CheckpointContents:
     """Open a checkpoint and detect its format from its files; an adapter is merged into its base.
 
+    With `base`, a checkpoint of a model of transformers gets the names and layouts that this model has in
+    memory, or `on_hub`.
+
     Raises:
-        SettingsError: It is an adapter and `base` is missing, or `base` is given for another checkpoint.
-        CheckpointError: It has no known format, or is damaged.
+        SettingsError: It is an adapter and `base` is missing, or `base` has no configuration.
+        CheckpointError: It has no known format, is damaged, or is of another model than `base`.
         FileNotFoundError: Nothing is at that path.
     """
     if (contents := read_megatron(path, base)) is not None:
         return contents
-    if is_adapter(path) != (base is not None):
-        reason = (
-            "an adapter: pass its base model" if base is None else "neither an adapter nor of Megatron-LM"
-        )
-        raise SettingsError(f"{str(path)!r} is {reason} (base=, --base).")
-    if base is not None:
+    if is_adapter(path):
+        if base is None:
+            raise SettingsError(f"{str(path)!r} is an adapter: pass its base model (base=, --base).")
         return merge_adapter(path, open_checkpoint(base))
+    if base is not None:
+        contents = open_checkpoint(path)
+        with_names_of(base, contents, on_hub=on_hub)
+        return contents
     if path.is_file():
         return _weights(path)
     if not path.is_dir():

@@ -139,7 +139,8 @@ def write_weights(contents: CheckpointContents, out: Output, max_shard_size: int
     )
     add = out.add_safetensors if safe else out.add_torch
     for name, names in plan.files.items():
-        add(name, {weight: weights[weight] for weight in names})
+        # safetensors, too, sorts the tensors of a file by name.
+        add(name, {weight: weights[weight] for weight in (sorted(names) if safe else names)})
     out.add_copies(contents.config_files)
     if plan.index is not None:
         text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"

@@ -7,7 +7,7 @@ own conversion (`transformers.conversion_mapping`) is applied here tensor by ten
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -17,17 +17,21 @@ from torch import Tensor, nn
 class Conversion:
     """Tensors that are converted together: by name, with the pattern of the converter that each matches."""
 
-    def __init__(self, model: Any, converter: Any, name: str) -> None:
+    def __init__(self, model: Any, converter: Any, name: str, renamings: Sequence[Any] = ()) -> None:
         self.parts: dict[str, str] = {}
         self.model = model
-        self._converter, self._name = converter, name
+        self._converter, self._name, self._renamings = converter, name, renamings
 
     def run(self, tensor_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """Return the converted tensors by name."""
         for name, pattern in self.parts.items():
             self._converter.add_tensor(self._name, name, pattern, tensor_of(name))
         results = self._converter.convert(self._name, model=self.model, config=self.model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+        library: Any = sys.modules["transformers.core_model_loading"]
+        return {
+            library.apply_renamings(name, self._renamings): value[0] if isinstance(value, list) else value
+            for name, value in results.items()
+        }
 
 
 def from_hub(
@@ -62,6 +66,48 @@ def from_hub(
     return renamed, [*groups.values()]
 
 
+class HubNames:
+    """The names and layouts on the Hub of tensors of a model.
+
+    Args:
+        model: The unwrapped model.
+        names: The names in the model.
+
+    Attributes:
+        order: The names, in the order in which `save_pretrained` writes them.
+        renamed: The names of single tensors, by name in the model; empty if the model has no conversion.
+        group_of: What is converted with a tensor, by name in the model.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self.renamed: dict[str, str] = {}
+        self.group_of: dict[str, Conversion] = {}
+        self._model = model
+        self._groups: dict[str, Conversion] = {}
+        transforms = [entry.reverse_transform() for entry in _transforms(model, loading=False)[::-1]]
+        self.is_needed = bool(transforms)
+        self.order = [*names]
+        if transforms:
+            library: Any = sys.modules["transformers.core_model_loading"]
+            self._renamings, self._converters, self._by_pattern = _by_kind(transforms)
+            self.order.sort(key=library.dot_natural_key)
+            for name in self.order:
+                self.add(name)
+
+    def add(self, name: str) -> None:
+        """Add a name in the model."""
+        library: Any = sys.modules["transformers.core_model_loading"]
+        key, pattern = library.apply_converters(name, self._converters)
+        if pattern is None:
+            self.renamed[name] = library.apply_renamings(name, self._renamings)
+            return
+        if key not in self._groups:
+            converter = deepcopy(self._by_pattern[pattern])
+            self._groups[key] = Conversion(self._model, converter, key, self._renamings)
+        self._groups[key].parts[name] = pattern
+        self.group_of[name] = self._groups[key]
+
+
 def to_hub(
     model: nn.Module, names: Iterable[str], parts: Iterable[Mapping[str, Tensor]]
 ) -> Iterator[Mapping[str, Tensor]]:
@@ -75,50 +121,30 @@ def to_hub(
         names: The names in the parts. One that is missing here is converted at the end.
         parts: Parts of the state dict.
     """
-    transforms = [entry.reverse_transform() for entry in _transforms(model, loading=False)[::-1]]
-    if not transforms:
+    hub = HubNames(model, names)
+    if not hub.is_needed:
         yield from parts
         return
-    library: Any = sys.modules["transformers.core_model_loading"]
-    renamings, converters, by_pattern = _by_kind(transforms)
-    renamed: dict[str, str] = {}
-    groups: dict[str, Conversion] = {}
-    group_of: dict[str, str] = {}
-
-    def plan(name: str) -> None:
-        key, pattern = library.apply_converters(name, converters)
-        if pattern is None:
-            renamed[name] = library.apply_renamings(name, renamings)
-            return
-        group = groups.setdefault(key, Conversion(model, deepcopy(by_pattern[pattern]), key))
-        group.parts[name] = pattern
-        group_of[name] = key
-
-    def converted(group: Conversion) -> dict[str, Tensor]:
-        results = group.run(arrived.pop)
-        return {library.apply_renamings(key, renamings): value for key, value in results.items()}
-
-    for name in sorted(names, key=library.dot_natural_key):
-        plan(name)
+    renamed, group_of = hub.renamed, hub.group_of
     tied = getattr(model, "all_tied_weights_keys", ())
-    unplanned: set[str] = set()
+    unplanned: set[Conversion | None] = set()
     arrived: dict[str, Tensor] = {}
     for part in parts:
         for name in (name for name in part if name not in renamed and name not in group_of):
-            plan(name)
-            unplanned.add(group_of.get(name, ""))
+            hub.add(name)
+            unplanned.add(group_of.get(name))
         # The first name of a tied weight is kept: that of its source.
         ordered = sorted((name for name in part if name in renamed), key=tied.__contains__)
         yield {renamed[name]: part[name] for name in ordered}
         for name in (name for name in part if name in group_of):
             arrived[name] = part[name]
-            group = groups[group_of[name]]
-            if group_of[name] not in unplanned and group.parts.keys() <= arrived.keys():
-                yield converted(group)
-    for group in groups.values():
+            group = group_of[name]
+            if group not in unplanned and group.parts.keys() <= arrived.keys():
+                yield group.run(arrived.pop)
+    for group in dict.fromkeys(group_of.values()):
         group.parts = {name: pattern for name, pattern in group.parts.items() if name in arrived}
         if group.parts:
-            yield converted(group)
+            yield group.run(arrived.pop)
 
 
 def _by_kind(transforms: list[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:

@@ -2024,7 +2024,6 @@ def _with_hub_names(
     if merged and hasattr(core, "get_base_model"):
         core = core.get_base_model()
     own = chain(core.named_parameters(remove_duplicate=False), core.named_buffers(remove_duplicate=False))
-    # Not read where there is no conversion.
     in_model = (sharding.state.strip_wrapper_prefixes(name) for name, _ in own)
     return weights.hub_names.to_hub(core, in_model, parts)
 
