@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+from accel_plugins.deepspeed.strategy import DeepSpeedStrategy
 from accel_plugins.fp8 import ao, te
 from accel_plugins.fp8.ao import (
     convert_model_to_fp8_ao,
@@ -27,15 +27,21 @@ from accel_plugins.fp8.recipe import (
     tied_layers,
 )
 from accel_plugins.fp8.te import has_transformer_engine_layers, recipe_options
-from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.fsdp.fsdp1 import Fsdp1Strategy
 from accel_plugins.kwargs import AutocastKwargs
 from accel_plugins.parallelism.config import ParallelismConfig
+from accel_plugins.precision import build_precision
 from accel_plugins.sharding.wrap import switch_parameters
+from accel_plugins.strategy import Strategy
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
 from accel_state.libraries import BY_NAME, is_installed
 from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
+
+
+def strategy_of(handlers):
+    return Strategy(Settings(), Runtime(), build_precision("no", torch.device("cpu")), handlers)
 
 
 def test_fields_have_the_documented_defaults():
@@ -134,7 +140,7 @@ def test_inputs_in_float32_are_cast_as_autocast_does(name):
     layer = torch.nn.Linear(32, 32)
     handlers = {AORecipeKwargs: AORecipeKwargs(config=name, module_filter_func=lambda *_: True)}
     model = torch.nn.Sequential(layer)
-    build(Settings(), Runtime(), handlers).convert([model])
+    build(Settings(), strategy_of(handlers)).convert([model])
     inputs = torch.randn(16, 32)
     grads = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -162,19 +168,19 @@ def test_filters_choose_by_name_and_size():
 def test_handlers_are_for_fp8_and_one_at_a_time():
     handlers = {AORecipeKwargs: AORecipeKwargs(), AutocastKwargs: AutocastKwargs()}
     with pytest.raises(SettingsError, match=r"AORecipeKwargs, which needs mixed_precision='fp8'.*'bf16'"):
-        build_recipe("bf16", Settings(), Runtime(), handlers)
+        build_recipe("bf16", Settings(), strategy_of(handlers))
     with pytest.raises(SettingsError, match="AORecipeKwargs and TERecipeKwargs"):
-        build(Settings(), Runtime(), {**handlers, TERecipeKwargs: TERecipeKwargs()})
+        build(Settings(), strategy_of({**handlers, TERecipeKwargs: TERecipeKwargs()}))
 
 
 def test_what_cannot_run_here_names_what_can():
     with pytest.raises(UnsupportedError, match=r"TransformerEngine trains on.*'cuda', not 'cpu'.*'AO'"):
-        build(Settings(), Runtime(), {TERecipeKwargs: TERecipeKwargs()})
+        build(Settings(), strategy_of({TERecipeKwargs: TERecipeKwargs()}))
     with pytest.raises(UnsupportedError, match=r"MS-AMP is no longer developed.*AORecipeKwargs\(\)"):
-        build(Settings(), Runtime(), {MSAMPRecipeKwargs: MSAMPRecipeKwargs()})
+        build(Settings(), strategy_of({MSAMPRecipeKwargs: MSAMPRecipeKwargs()}))
     if not is_installed("torchao"):
         with pytest.raises(MissingDependencyError, match=r"pip install 'accel-plugins\[torchao\]'"):
-            build(Settings(), Runtime(), {})
+            build(Settings(), strategy_of({}))
 
 
 def test_the_backend_that_nobody_named_is_said_once(caplog, monkeypatch):
@@ -184,10 +190,10 @@ def test_the_backend_that_nobody_named_is_said_once(caplog, monkeypatch):
     def said():
         return [record.getMessage() for record in caplog.records if record.name == "tests.fp8"]
 
-    assert build(Settings(), Runtime(), {AORecipeKwargs: AORecipeKwargs()}).backend == "AO"
+    assert build(Settings(), strategy_of({AORecipeKwargs: AORecipeKwargs()})).backend == "AO"
     assert said() == []
     for _ in range(2):
-        assert build(Settings(), Runtime(), {}).backend == "AO"
+        assert build(Settings(), strategy_of({})).backend == "AO"
     (message,) = said()
     assert message.startswith("mixed_precision='fp8' uses torchao. Set fp8_backend or pass a kwargs handler")
 
@@ -205,7 +211,7 @@ def test_axes_that_transformer_engine_cannot_share_are_refused(sizes, recipe, te
     )  # as on a GPU
     handlers = {TERecipeKwargs: TERecipeKwargs(recipe=recipe), ParallelismConfig: ParallelismConfig(**sizes)}
     with pytest.raises(UnsupportedError, match=text):
-        build(Settings(), Runtime(), handlers)
+        build(Settings(), strategy_of(handlers))
 
 
 def test_options_that_a_recipe_does_not_take_are_refused_unless_they_are_at_their_default():
@@ -251,22 +257,24 @@ def test_a_model_that_is_one_layer_is_its_first_and_last():
 
 
 @pytest.mark.parametrize(
-    "handler",
+    ("kind", "handlers"),
     [
-        ParallelismConfig(tp_size=2),
-        FullyShardedDataParallelPlugin(fsdp_version=1),
-        DeepSpeedPlugin(zero_stage=1),
+        (Strategy, {ParallelismConfig: ParallelismConfig(tp_size=2)}),
+        (Fsdp1Strategy, {}),
+        (DeepSpeedStrategy, {}),
     ],
 )
-def test_blocks_of_values_are_refused_where_weights_lose_their_type(handler):
+def test_blocks_of_values_are_refused_where_weights_lose_their_type(kind, handlers):
     pytest.importorskip("torchao")
+    strategy = strategy_of({AORecipeKwargs: AORecipeKwargs(config="mxfp8"), **handlers})
+    strategy.keeps_weight_types = kind.keeps_weight_types
     with pytest.raises(UnsupportedError, match=r"config='mxfp8'.*one process, with DDP and FSDP2.*'rowwise'"):
-        build(Settings(), Runtime(), {AORecipeKwargs: AORecipeKwargs(config="mxfp8"), type(handler): handler})
+        build(Settings(), strategy)
 
 
 def converted_to_blocks(model, wanted):
     handlers = {AORecipeKwargs: AORecipeKwargs(config="mxfp8", module_filter_func=wanted)}
-    recipe = build(Settings(), Runtime(), handlers)
+    recipe = build(Settings(), strategy_of(handlers))
     recipe.convert([model])
     return model
 

@@ -111,10 +111,6 @@ def test_a_strategy_of_version_1_says_what_version_2_does(given: Any, strategy: 
         ({"auto_wrap_policy": "transformer_based"}, r"one of .'transformer_based_wrap'"),
         ({"auto_wrap_policy": 3}, r"auto_wrap_policy=3\): expected a function"),
         ({"state_dict_type": "LOCAL_STATE_DICT"}, r"SHARDED_STATE_DICT"),
-        (
-            {"mixed_precision_policy": {"parameter_dtype": "bf16"}},
-            r"no 'parameter_dtype'; did you mean 'param_dtype'",
-        ),
         ({"mixed_precision_policy": {"param_dtype": "bf17"}}, r"'bf17'.*no such dtype"),
         (
             {"mixed_precision_policy": MixedPrecision()},

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from accel_plugins.ddp import DdpStrategy
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.parallelism.attention import partial_layers
 from accel_plugins.parallelism.config import (
@@ -31,7 +30,6 @@ from accel_plugins.parallelism.config import (
 from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.tensor import TensorParallel, get_model_tp_size, plan_of
 from accel_plugins.registry import choose
-from accel_plugins.single import SingleStrategy
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import is_torch_version
@@ -252,14 +250,6 @@ def test_the_backend_of_sequence_parallelism_follows_the_engine_unless_it_is_cho
     assert "has no effect without DeepSpeed" in caplog.text
     with pytest.raises(SettingsError, match=r"sp_backend='ring'.*'deepspeed', 'torch'"):
         ParallelismConfig(sp_size=2, sp_backend="ring")
-
-
-@pytest.mark.parametrize("strategy", [SingleStrategy, DdpStrategy])
-def test_a_strategy_without_axes_wants_as_many_processes_as_the_sizes_say(strategy: Any):
-    runtime: Any = SimpleNamespace(topology=SimpleNamespace(world_size=1, rank=0, is_main=True), device=None)
-    config = ParallelismConfig(dp_replicate_size=3)
-    with pytest.raises(SettingsError, match="makes 3 processes, but the world size is 1"):
-        strategy(Settings(), runtime, None, {ParallelismConfig: config})
 
 
 def test_two_sizes_of_one_axis_contradict():

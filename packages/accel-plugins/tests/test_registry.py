@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import accel_plugins
 from accel_plugins import registry
 from accel_plugins.precision import build_precision
 from accel_plugins.registry import choose
@@ -194,3 +197,21 @@ def test_an_entry_point_that_cannot_be_imported_is_named():
 
 def test_names_are_listed_without_importing_anything():
     assert registry.STRATEGIES.names([entry("mine", "no_such_package:SPEC")])[:2] == ["mine", "torchft_fsdp2"]
+
+
+ENGINES = ("deepspeed", "megatron", "pipeline", "torchft")
+ROOT = Path(accel_plugins.__file__).parent
+SHARED = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).parts[0] not in ENGINES]
+
+
+@pytest.mark.parametrize("path", SHARED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_module_outside_the_folder_of_an_engine_imports_it(path: Path):
+    statements = [
+        part
+        for statement in ast.parse(path.read_text()).body
+        if not (isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING")
+        for part in ast.walk(statement)
+        if isinstance(part, ast.Import | ast.ImportFrom)
+    ]
+    engines = tuple(f"accel_plugins.{engine}" for engine in ENGINES)
+    assert not [part for part in statements if str(getattr(part, "module", None)).startswith(engines)]

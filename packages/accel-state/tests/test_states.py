@@ -266,7 +266,7 @@ class EnginePlugin:
     def select(self, _from_accelerator_state=False):
         self.selected = _from_accelerator_state
 
-    def unselect(self):
+    def _unselect(self):
         self.selected = False
 
     def set_mixed_precision(self, mixed_precision):

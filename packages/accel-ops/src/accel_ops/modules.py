@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from functools import singledispatch
+from functools import singledispatch, wraps
 from operator import attrgetter
 from types import MethodType
 from typing import Any, Literal, TypeVar, cast, overload
@@ -119,17 +119,30 @@ def model_has_dtensor(model: nn.Module) -> bool:
     return any(map(is_dtensor, model.parameters()))
 
 
-def replace_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap a model's current `forward`, which may be wrapped already; `restore_forward` undoes all.
+def replace_forward(model: nn.Module, call: Callable[..., Any]) -> None:
+    """Wrap a model's current `forward`, as `wrap_forward` does; `restore_forward` undoes all.
 
     A deep copy of the model has its own wrapped `forward`; a pickled copy has the `forward` of its class.
     """
     target = without_compiler(model)
     if not has_wrapped_forward(target):
         vars(target)[_ORIGINAL] = target.forward
-    changed = around(unbound_forward(target))
-    changed.__name__ = "forward"  # a method is pickled by its name
-    vars(target)["forward"] = MethodType(changed, target)
+    wrap_forward(target, call)
+
+
+def wrap_forward(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let a module call `call(forward, module, *args, **kwargs)` with its current `forward`, as a function.
+
+    Deep copies of the module use their own parameters.
+    """
+    forward = unbound_forward(module)
+
+    @wraps(forward)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(forward, self, *args, **kwargs)
+
+    wrapped.__name__ = "forward"  # a method is pickled by its name
+    vars(module)["forward"] = MethodType(wrapped, module)
 
 
 def unbound_forward(model: nn.Module) -> Callable[..., Any]:

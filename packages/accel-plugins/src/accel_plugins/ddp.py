@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_ops.modules import without_compiler
 from accel_plugins.host_copies import buckets_of
 from accel_plugins.kwargs import KwargsHandler, expect, expect_counts, expect_flags
-from accel_plugins.parallelism.config import check_axes
 from accel_plugins.strategy import Bundle, Strategy
 from accel_plugins.unsharded import move_to_device
 from accel_state import hang_monitor
@@ -157,9 +156,6 @@ class DdpStrategy(Strategy):
     name = "ddp"
     keeps_sharded = True
 
-    def setup(self) -> None:
-        check_axes(self.handlers, self.runtime.topology.world_size)
-
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Move models to the device and wrap the trainable ones, which broadcasts the values of rank 0."""
         models = move_to_device(bundle, self.runtime.device)
@@ -208,9 +204,7 @@ class DdpStrategy(Strategy):
             return nullcontext()
         return inner.no_sync()
 
-    def join(
-        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
-    ) -> AbstractContextManager[None]:
+    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[None]:
         inside = [without_compiler(joinable) for joinable in joinables]
         members: list[Joinable] = [joinable for joinable in inside if isinstance(joinable, Joinable)]
         if not members:
@@ -220,7 +214,7 @@ class DdpStrategy(Strategy):
                 [type(joinable).__name__ for joinable in joinables],
             )
             return nullcontext()
-        return Join(members, divide_by_initial_world_size=divide_by_initial_world_size)  # pyright: ignore[reportReturnType] - a context manager without annotations
+        return Join(members)  # pyright: ignore[reportReturnType] - a context manager without annotations
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
         _warn_about_local_gradients(optimizer)

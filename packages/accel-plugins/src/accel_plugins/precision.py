@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
 from typing import TYPE_CHECKING, Any, final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -164,19 +163,15 @@ class PrecisionPolicy:
         """
         for model in () if self.dtype is None else bundle.models:
             if not has_wrapped_forward(model):
-                replace_forward(model, self._around)
+                replace_forward(model, self._call)
         if self.scaling is not None:
             self.scaling.add(bundle.optimizers)
         return bundle
 
-    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(forward)
-        def mixed(*args: Any, **kwargs: Any) -> Any:
-            with self.autocast():
-                result = forward(*args, **kwargs)
-            return convert_to_fp32(result)
-
-        return mixed
+    def _call(self, forward: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with self.autocast():
+            result = forward(model, *args, **kwargs)
+        return convert_to_fp32(result)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, to call `backward` on."""
@@ -226,21 +221,15 @@ class EnginePrecision(PrecisionPolicy):
         self.state_dict = read_scale
         self.load_state_dict = write_scale  # pyright: ignore[reportAttributeAccessIssue] - of one argument
 
-    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _call(self, forward: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         dtype = DTYPES[self.name]
-
-        @wraps(forward)
-        def converted(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
-            if next(dtypes, None) is not dtype:  # no engine has cast the model, as in evaluation
-                with self.autocast():
-                    return convert_to_fp32(forward(model, *args, **kwargs))
-            args, kwargs = recursively_apply(
-                lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
-            )
-            return convert_to_fp32(forward(model, *args, **kwargs))
-
-        return converted
+        dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
+        if next(dtypes, None) is not dtype:  # no engine has cast the model, as in evaluation
+            return super()._call(forward, model, *args, **kwargs)
+        args, kwargs = recursively_apply(
+            lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
+        )
+        return convert_to_fp32(forward(model, *args, **kwargs))
 
 
 def compute_in_float32(precision: PrecisionPolicy) -> PrecisionPolicy:
@@ -416,7 +405,8 @@ class LossScaling:
         """Return whether this rank has gradients or, if ranks decide together, another rank may have some."""
         if not isinstance(self.scaler, ShardedGradScaler):
             return _has_gradients(optimizer)
-        self.scaler.make_scale()
+        # torch creates the scale at the first loss: not every pipeline stage has a loss.
+        self.scaler.scale(torch.zeros((), device=self.scaler._device))
         return True
 
     def _check_unmixed(self, optimizer: Optimizer) -> None:
@@ -456,10 +446,6 @@ class ShardedGradScaler(GradScaler):
     Gradients may be ordinary tensors and DTensors on several meshes, on the device and on the CPU. A rank may
     have none, as for a frozen pipeline stage.
     """
-
-    def make_scale(self) -> None:
-        """Create the scale, which torch does at the first loss: not every pipeline stage has a loss."""
-        self.scale(torch.zeros((), device=self._device))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

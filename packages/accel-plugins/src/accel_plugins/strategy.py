@@ -247,6 +247,7 @@ class Strategy:
         mesh: The device mesh, if it has several axes.
         fsdp_version: The version of FSDP that shards its models: 2 for `fully_shard`; `None` for neither.
         compiles_in_place: Whether the unwrapped model is compiled instead of its wrapper.
+        keeps_weight_types: Whether weights stay tensors of the type that an FP8 library gives them.
         keeps_sharded: Whether models that are sharded before `prepare` are trained as they are, by another
             strategy in its place.
         owns_forward: Whether calls of prepared models, in training mode with gradients enabled, run through
@@ -277,6 +278,7 @@ class Strategy:
     mesh: DeviceMesh | None = None
     fsdp_version: int | None = None
     compiles_in_place: bool = False
+    keeps_weight_types: bool = True
     keeps_sharded: bool = False
     owns_forward: bool = False
     calls_forward: bool = False
@@ -448,17 +450,15 @@ class Strategy:
         del model
         return nullcontext()
 
-    def join(
-        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
-    ) -> AbstractContextManager[None]:
+    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[None]:
         """Let ranks run out of batches at different times within the context.
+
+        Gradients are averaged over all ranks, including finished ones.
 
         Args:
             joinables: Wrapped models, and optimizers that are `torch.distributed` joinables.
-            divide_by_initial_world_size: Average gradients over all ranks, including finished ones; else over
-                ranks that still have batches.
         """
-        del joinables, divide_by_initial_world_size
+        del joinables
         return nullcontext()
 
     def clip_grad_norm(

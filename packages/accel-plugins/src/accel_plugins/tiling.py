@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
-from accel_ops.modules import replaced_attributes, unbound_forward
+from accel_ops.modules import replaced_attributes, wrap_forward
 from accel_plugins.fsdp.blocks import checkpoint_function
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
@@ -447,11 +447,8 @@ def tile_mlps(model: nn.Module, tile_size: int) -> None:
             "call accel_plugins.tiling.tiled_mlp in the model's own forward."
         )
 
-    def tiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def tiled(self: nn.Module, hidden: Tensor) -> Tensor:
-            return tiled_mlp(MethodType(forward, self), hidden, tile_size=tile_size)
-
-        return tiled
+    def tiled(forward: Callable[..., Any], self: nn.Module, hidden: Tensor) -> Tensor:
+        return tiled_mlp(MethodType(forward, self), hidden, tile_size=tile_size)
 
     for path, mlp in mlps.items():
         parts = {part.rpartition(".")[2] for part, _ in mlp.named_modules()}
@@ -463,7 +460,7 @@ def tile_mlps(model: nn.Module, tile_size: int) -> None:
             reason = "takes more than hidden states"
         if reason:
             raise UnsupportedError(f"{option}: {path!r} of {name} {reason}. Leave it out.")
-        _replace(mlp, tiled_forward)
+        wrap_forward(mlp, tiled)
 
 
 _MLP = re.compile(r"(?:^|\.)\d+\.(?:mlp|feed_forward|ffn)$")
@@ -492,15 +489,8 @@ def chunk_loss(model: nn.Module, chunk_size: int) -> None:
         reason = f"it has the loss function {causal.loss_function!r}, not that of the next token"
     if reason:
         raise UnsupportedError(f"{setting} with {name}: {reason}. Leave it out.")
-    _replace(head, _forward_of_head)
-    _replace(causal, lambda forward: _forward_of_model(forward, chunk_size))
-
-
-def _replace(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    forward = unbound_forward(module)
-    changed = wraps(forward)(around(forward))
-    changed.__name__ = "forward"  # a method is pickled by its name
-    vars(module)["forward"] = MethodType(changed, module)
+    wrap_forward(head, _call_head)
+    wrap_forward(causal, partial(_call_model, chunk_size))
 
 
 _PROBE = (-3.0, 0.5, 2.0, 40.0)
@@ -590,40 +580,30 @@ class _LossRequest:
 _request: ContextVar[_LossRequest | None] = ContextVar("loss request", default=None)
 
 
-def _forward_of_head(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def in_chunks(self: nn.Module, hidden: Tensor) -> Tensor:
-        request = _request.get()
-        return forward(self, hidden) if request is None else request.compute(self, hidden)
-
-    return in_chunks
+def _call_head(forward: Callable[..., Any], head: nn.Module, hidden: Tensor) -> Tensor:
+    request = _request.get()
+    return forward(head, hidden) if request is None else request.compute(head, hidden)
 
 
-def _forward_of_model(forward: Callable[..., Any], chunk_size: int) -> Callable[..., Any]:
-    signature = inspect.signature(forward)
-
-    def in_chunks(self: Any, *args: Any, **kwargs: Any) -> Any:
-        labels = signature.bind(self, *args, **kwargs).arguments.get("labels")
-        if labels is None or not (self.training and torch.is_grad_enabled()):
-            return forward(self, *args, **kwargs)
-        ignore_index = kwargs.get("ignore_index", -100)
-        request = _LossRequest(self, chunk_size, labels, kwargs.get("shift_labels"), ignore_index)
-        token = _request.set(request)
-        try:
-            with replaced_attributes(self, {"_loss_function": request.take}):
-                outputs = forward(self, *args, **kwargs)
-        finally:
-            _request.reset(token)
-        if request.loss is None:
-            name = type(self).__qualname__
-            raise SettingsError(
-                f"loss_chunk_size={chunk_size!r}: {name} did not call its head. Leave it out."
-            )
-        if isinstance(outputs, tuple):
-            return outputs[0], *outputs[2:]
-        outputs.logits = None
-        return outputs
-
-    return in_chunks
+def _call_model(chunk_size: int, forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    labels = inspect.signature(forward).bind(model, *args, **kwargs).arguments.get("labels")
+    if labels is None or not (model.training and torch.is_grad_enabled()):
+        return forward(model, *args, **kwargs)
+    ignore_index = kwargs.get("ignore_index", -100)
+    request = _LossRequest(model, chunk_size, labels, kwargs.get("shift_labels"), ignore_index)
+    token = _request.set(request)
+    try:
+        with replaced_attributes(model, {"_loss_function": request.take}):
+            outputs = forward(model, *args, **kwargs)
+    finally:
+        _request.reset(token)
+    if request.loss is None:
+        name = type(model).__qualname__
+        raise SettingsError(f"loss_chunk_size={chunk_size!r}: {name} did not call its head. Leave it out.")
+    if isinstance(outputs, tuple):
+        return outputs[0], *outputs[2:]
+    outputs.logits = None
+    return outputs
 
 
 def _scale_and_cap(model: Any) -> tuple[float, float | None]:

@@ -199,7 +199,7 @@ class AcceleratorState(SharedState):
             name = next(iter(self.deepspeed_plugins or ()), "")
         for other, plugin in self._deepspeed_plugins_with(name).items():
             if other != name:
-                plugin.unselect()
+                plugin._unselect()
         self._shared_state["_active_deepspeed"] = name
         self.deepspeed_plugin.select(_from_accelerator_state=True)
 

@@ -199,24 +199,21 @@ class EngineCalls:
     def route(self, model: nn.Module) -> None:
         """Route calls in training mode, with gradients enabled, through the engine."""
 
-        def around(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def routed(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if not (model.training and torch.is_grad_enabled()):
-                    return forward(model, *args, **kwargs)
-                output = self._train_step(
-                    model,
-                    lambda *args, **kwargs: forward(model, *args, **kwargs),
-                    args,
-                    kwargs,
-                    accumulation=self._state.num_steps,
-                    sync=self._state.sync_gradients,
-                )
-                recursively_apply(self._remember, output)
-                return output
+        def routed(forward: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not (model.training and torch.is_grad_enabled()):
+                return forward(model, *args, **kwargs)
+            output = self._train_step(
+                model,
+                lambda *args, **kwargs: forward(model, *args, **kwargs),
+                args,
+                kwargs,
+                accumulation=self._state.num_steps,
+                sync=self._state.sync_gradients,
+            )
+            recursively_apply(self._remember, output)
+            return output
 
-            return routed
-
-        replace_forward(model, around)
+        replace_forward(model, routed)
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
         """Accept a loss whose gradients the engine has computed.

@@ -191,6 +191,8 @@ class FakeStrategy(Strategy):
 class FakeFsdp1(FakeStrategy):
     """Fake of FSDP1, which is estimated as FSDP2."""
 
+    keeps_weight_types = False
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         plugin = self.handler(FullyShardedDataParallelPlugin)
@@ -204,15 +206,15 @@ class FakeFsdp1(FakeStrategy):
 class FakeDeepSpeed(FakeStrategy):
     """Fake of DeepSpeed's engine: it fills and checks the configuration, and casts the model."""
 
+    keeps_weight_types = False
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         handler = self.handler(DeepSpeedPlugin)
         self.plugin: Any = next(iter(handler.values())) if isinstance(handler, dict) else handler
         self.plugin.set_mixed_precision(self.precision.name)
         self.stage = int(self.plugin.get_value("zero_optimization.stage", 0))
-        name = self.plugin.mixed_precision
-        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
-        self.precision = EnginePrecision(name=name, device_type=self.runtime.device.type)
+        self.precision = EnginePrecision(self.plugin.mixed_precision, self.runtime.device.type)
         self.states = EngineStates(StateForm.NATIVE, layout.engine_name)
         keys = (f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param"))
         optimizer, weights = (self.plugin.get_value(key, None) not in {None, "none"} for key in keys)
@@ -241,7 +243,7 @@ class FakeDeepSpeed(FakeStrategy):
             torch.optim.AdamW(optimizer.params) if isinstance(optimizer, DummyOptim) else optimizer
             for optimizer in bundle.optimizers
         ]
-        models: list[Any] = [model if self.dtype is None else model.to(self.dtype) for model in bundle.models]
+        models: list[Any] = [model.to(self.precision.dtype) for model in bundle.models]
         for model in models:
             model.get_global_grad_norm = lambda: 1.0  # of the engine, which scripts ask
         return _with_real_schedulers(replace(bundle, models=models, optimizers=optimizers), DummyScheduler)

@@ -228,14 +228,7 @@ class DeepSpeedStates(States):
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
         """Load an optimizer's full state dict, the same on every rank."""
-        names = self._names()
-        counts = [[len(group) for group in groups] for groups in (_parameters_of(state), names)]
-        if counts[0] != counts[1]:
-            raise CheckpointError(
-                f"The saved optimizer has groups of {counts[0]} parameters, but the prepared one has groups "
-                f"of {counts[1]}. Build it as in the saved run."
-            )
-        self.load_optimizer(optimizer, models, state_by_name(state, names))
+        self.load_optimizer(optimizer, models, state_by_name(state, self._names()))
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
         """Gather the full state dict of the optimizer, keyed by parameter name."""
@@ -254,10 +247,8 @@ class DeepSpeedStates(States):
         outer, utils, layers = owner.optimizer, ds_module("utils"), SplitLayers(owner.engine.module)
         trained = {name for _, name, _ in _trained(owner, names)}
         check_groups(
-            *(
-                [[*trained.intersection(group)] for group in groups]
-                for groups in (_parameters_of(state), names)
-            )
+            [[*trained.intersection(group["params"])] for group in saved],
+            [[*trained.intersection(group)] for group in names],
         )
         if not is_flattened(outer):
             load_in_place(getattr(outer, "optimizer", outer), names_to_indices(state, names))
@@ -394,10 +385,6 @@ def _trained(
         for name, tensor in zip(group, tensors, strict=True):
             if tensor.requires_grad:
                 yield number, name, tensor
-
-
-def _parameters_of(state: Mapping[str, Any]) -> list[list[Any]]:
-    return [group["params"] for group in state["param_groups"]]
 
 
 def _flats(owner: DeepSpeedEngineWrapper, group: int) -> list[Tensor]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fp8 import ao, te
 from accel_plugins.fp8.recipe import (
     FP8_HANDLERS,
@@ -19,10 +18,10 @@ from accel_plugins.fp8.recipe import (
 )
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
+from accel_plugins.strategy import Strategy
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import Fp8Device, choose_backend
 from accel_state.logging import get_logger
-from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 
 logger = get_logger(__name__)
@@ -31,8 +30,9 @@ HANDLERS: Mapping[type, str] = {AORecipeKwargs: "AO", TERecipeKwargs: "TE", MSAM
 """The backend of each type of handler."""
 
 
-def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) -> Recipe:
+def build(settings: Settings, strategy: Strategy) -> Recipe:
     """Build the recipe; a handler's backend takes precedence over `fp8.backend` of the settings."""
+    runtime, handlers = strategy.runtime, strategy.handlers
     # 1. Choose the library.
     requested = [handlers[kind] for kind in FP8_HANDLERS if kind in handlers]
     if len(requested) > 1:
@@ -63,13 +63,11 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
     if backend.name == "AO":
         fsdp = handlers.get(FullyShardedDataParallelPlugin)
         is_sharded = config is not None and config.dp_shard_enabled if fsdp is None else fsdp.version == 2
-        # Weights lose a library's type in buffers of FSDP1 and DeepSpeed, and as tensor-parallel `DTensor`s.
-        is_fsdp1 = fsdp is not None and not is_sharded
         return ao.build(
             handler or AORecipeKwargs(),
             runtime,
             sharded=is_sharded,
-            keeps_types=not (is_tensor_parallel or is_fsdp1 or DeepSpeedPlugin in handlers),
+            keeps_types=strategy.keeps_weight_types and not is_tensor_parallel,
         )
     handler = handler or TERecipeKwargs()
     if config is not None and config.pp_enabled and handler.recipe == "delayed":

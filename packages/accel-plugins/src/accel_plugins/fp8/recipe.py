@@ -20,7 +20,7 @@ from accel_state.libraries import is_installed
 from accel_state.torch_private import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
-    from accel_state.runtime import Runtime
+    from accel_plugins.strategy import Strategy
     from accel_state.settings.model import Settings
 
 Backend = Literal["MSAMP", "TE"]
@@ -269,14 +269,12 @@ FP8_HANDLERS = (FP8RecipeKwargs, AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwar
 """The kwargs handlers of FP8, of which a run has one."""
 
 
-def build_recipe(
-    precision: str, settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]
-) -> Recipe | None:
+def build_recipe(precision: str, settings: Settings, strategy: Strategy) -> Recipe | None:
     """Build the recipe of a run; `None` for a precision other than `"fp8"`."""
     if precision == "fp8":
-        return fp8.build.build(settings, runtime, handlers)
+        return fp8.build.build(settings, strategy)
     for kind in FP8_HANDLERS:
-        if kind in handlers:
+        if kind in strategy.handlers:
             raise SettingsError(
                 f"kwargs_handlers contains {kind.__name__}, which needs mixed_precision='fp8', but it is "
                 f"{precision!r}. Change one of the two."

@@ -179,19 +179,16 @@ def build(handler: TERecipeKwargs) -> Recipe:
     recipe = make_recipe(handler)
     in_eval = bool(handler.use_autocast_during_eval)
 
-    def around(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def in_fp8(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with fp8_autocast(recipe, enabled=in_eval or model.training):
-                return forward(model, *args, **kwargs)
-
-        return in_fp8
+    def in_fp8(forward: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with fp8_autocast(recipe, enabled=in_eval or model.training):
+            return forward(model, *args, **kwargs)
 
     def convert(models: Sequence[nn.Module]) -> Mapping[Tensor, Tensor]:
         replaced: dict[Tensor, Tensor] = {}
         for model in map(without_compiler, models):
             if not has_transformer_engine_layers(model):
                 replaced |= convert_model(model)
-            replace_forward(model, around)
+            replace_forward(model, in_fp8)
         return replaced
 
     return Recipe(backend="TE", convert=convert, reduces_maxima=(handler.recipe or "delayed") == "delayed")

@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from copy import copy
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module
-from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from accel_ops.modules import get_module_children_bottom_up, unbound_forward
+from accel_ops.modules import get_module_children_bottom_up, wrap_forward
 from accel_ops.weights.tensors import find_tied_parameters
 from accel_state.errors import SettingsError, UnsupportedError, did_you_mean
 from accel_state.libraries import compare_versions
@@ -201,10 +200,8 @@ def checkpoint_activations(module: nn.Module, *, recompute: bool = True, offload
         return
     recompute_later = checkpoint_function(module) if recompute else None
     vars(module)["_checkpointed_forward"] = module.forward
-    forward = unbound_forward(module)
 
-    @wraps(forward)
-    def checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def checkpointed(forward: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = partial(forward, self)
         if recompute_later is not None:
             call = partial(recompute_later, call)
@@ -212,8 +209,7 @@ def checkpoint_activations(module: nn.Module, *, recompute: bool = True, offload
         with save_on_cpu(pin_memory=True) if offload else nullcontext():
             return call(*args, **kwargs)
 
-    checkpointed.__name__ = "forward"  # a method is pickled by its name
-    vars(module)["forward"] = MethodType(checkpointed, module)
+    wrap_forward(module, checkpointed)
 
 
 def recomputed(
@@ -295,10 +291,8 @@ def compute_in_float32(module: nn.Module) -> None:
 
     Without autocast, results are returned in the dtype of the first floating-point input.
     """
-    forward = unbound_forward(module)
 
-    @wraps(forward)
-    def in_float32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def in_float32(forward: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inputs = [value for value in tree_leaves((args, kwargs)) if _is_floating(value)]
         if not inputs:
             return forward(self, *args, **kwargs)
@@ -308,8 +302,7 @@ def compute_in_float32(module: nn.Module) -> None:
         with torch.autocast(device, enabled=False):
             return _cast(forward(self, *args, **kwargs), returned)
 
-    in_float32.__name__ = "forward"  # a method is pickled by its name
-    vars(module)["forward"] = MethodType(in_float32, module)
+    wrap_forward(module, in_float32)
 
 
 def _is_floating(value: Any) -> bool:

@@ -78,6 +78,7 @@ class Fsdp1Strategy(Strategy):
 
     name = "fsdp1"
     fsdp_version = 1
+    keeps_weight_types = False
     features = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
 
     def setup(self) -> None:
@@ -215,25 +216,17 @@ class Fsdp1Strategy(Strategy):
         arguments += ("forward_prefetch", "use_orig_params")
         options: dict[str, Any] = {name: getattr(plugin, name) for name in arguments}
         options["mixed_precision"] = plugin.mixed_precision_policy
-        try:
-            with hang_monitor.collective_scope("prepare"), _suppress_warnings():
-                root = MonitoredFSDP(
-                    model,
-                    cpu_offload=offload,
-                    ignored_states=ignored or None,
-                    param_init_fn=init,
-                    device_id=device,
-                    sync_module_states=sync and not on_cpu,
-                    device_mesh=self.shard_mesh,
-                    **options,
-                )
-        except ValueError as error:
-            dtypes = {parameter.dtype: name for name, parameter in reversed([*model.named_parameters()])}
-            listed = ", ".join(f"{name!r} in {dtype}" for dtype, name in reversed(dtypes.items()))
-            raise SettingsError(
-                f"FSDP1 cannot shard {type(model).__name__}: {str(error).rstrip('.')}. It has {listed}. Cast "
-                "the parameters of a block to one floating-point dtype, or put the others in ignored_modules."
-            ) from error
+        with hang_monitor.collective_scope("prepare"), _suppress_warnings():
+            root = MonitoredFSDP(
+                model,
+                cpu_offload=offload,
+                ignored_states=ignored or None,
+                param_init_fn=init,
+                device_id=device,
+                sync_module_states=sync and not on_cpu,
+                device_mesh=self.shard_mesh,
+                **options,
+            )
         # 3. Add what FSDP1 lacks.
         if self.master_weights is not None:
             _upcast_flat_parameters(root)

@@ -125,11 +125,6 @@ def sequences_of(axes: Axes) -> tuple[ContextParallel | None, Ulysses | None]:
     """Return the run's context parallelism and its sequence parallelism, each if the mesh has its axis."""
     context = ulysses = None
     if axes.context is not None and axes.config.cp_handler is not None:
-        if is_torch_version("<", "2.10"):
-            raise UnsupportedError(
-                "ParallelismConfig(cp_size>1): it needs torch 2.10 or newer, and "
-                f"{torch.__version__} is installed."
-            )
         # torch has a ring for the fused kernels of CUDA, and `parallelism.context` for the CPU's.
         if axes.context.device_type not in {"cuda", "cpu"}:
             raise UnsupportedError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -406,16 +406,8 @@ def policy_of(policy: Any, version: int) -> Any:
     if not isinstance(policy, Mapping):
         return policy
     kind = MixedPrecisionPolicy if version == 2 else MixedPrecision
-    known = [field.name for field in fields(kind)]
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = dict(policy)
     for name, value in policy.items():
-        if name not in known:
-            hint = did_you_mean(name, known, f"it has {known}.")
-            raise SettingsError(
-                f"FullyShardedDataParallelPlugin(mixed_precision_policy={dict(policy)!r}): {kind.__name__} "
-                f"of torch {torch.__version__} has no {name!r}; {hint}"
-            )
-        arguments[name] = value
         if str(name).endswith("_dtype") and isinstance(value, str):
             dtype = getattr(torch, _SHORT.get(value, value).removeprefix("torch."), None)
             if not isinstance(dtype, torch.dtype):

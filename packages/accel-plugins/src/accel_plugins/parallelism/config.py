@@ -18,8 +18,9 @@ from accel_plugins.kwargs import expect, expect_counts, expect_flags, resolve_fi
 from accel_plugins.strategy import BatchSharding
 from accel_state import process_group
 from accel_state.collectives import group_timeout, set_group_timeout
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
+from accel_state.libraries import is_torch_version
 from accel_state.settings.engines import ParallelismSettings, find_axes_conflict
 from accel_state.settings.model import Settings
 
@@ -494,29 +495,6 @@ class ParallelismConfig:
         return self.dp_shard_cp_dim_names or [name for name in names if name == "dp_shard"]
 
 
-def check_axes(handlers: Mapping[type, Any], world_size: int) -> None:
-    """Check the world size of axes, where no mesh is built; without any sizes, every rank is a replica."""
-    config: ParallelismConfig | None = handlers.get(ParallelismConfig)
-    if config is not None:
-        if config.total_size == 1:
-            config.dp_replicate_size = world_size
-        config.check_world(world_size)
-        refuse_experts(config)
-
-
-def refuse_experts(config: ParallelismConfig) -> None:
-    """Refuse expert parallelism, for strategies other than FSDP2.
-
-    Raises:
-        SettingsError: `ep_size` is 2 or more.
-    """
-    if config.ep_enabled:
-        raise SettingsError(
-            f"ParallelismConfig(ep_size={config.ep_size!r}): FSDP2 shards the experts, but another "
-            "strategy was selected. Remove one of them."
-        )
-
-
 _meshes: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()
 """The meshes of a default process group."""
 
@@ -620,6 +598,11 @@ def axes_of(
     process_group.join_single(runtime.kind.group_backend, runtime.device)  # a mesh needs a group
     config = _config(handlers, world, sharded=sharded)
     config.check_world(world)
+    if is_torch_version("<", "2.10") and (config.cp_enabled or config.pp_enabled):
+        raise UnsupportedError(
+            f"ParallelismConfig({'cp' if config.cp_enabled else 'pp'}_size>1): it needs torch 2.10 or newer, "
+            f"and {torch.__version__} is installed."
+        )
     if fully_shard:
         config._is_fully_sharded = not config.sp_enabled  # its axis is a shard axis
         if config.device_mesh is not None and config.device_mesh.mesh_dim_names == ("tp",):

@@ -17,8 +17,6 @@ import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
-from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from accel_ops.modules import replaced_attributes, unbound_forward
+from accel_ops.modules import replaced_attributes, wrap_forward
 from accel_plugins.parallelism.exchange import all_to_all
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError
@@ -105,8 +103,7 @@ class ExpertParallel:
                     parameter.detach(), self.mesh["ep"], [Shard(0)], src_data_rank=None
                 )
                 module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-            forward = self._dispatching(unbound_forward(module))
-            vars(module)["forward"] = MethodType(forward, module)
+            wrap_forward(module, self._dispatching(module))
 
     def fully_shard(self, model: nn.Module, reshard: bool | int, **options: Any) -> None:
         """Shard the weights of this rank's experts by FSDP2, with options of `torch.distributed.fsdp`."""
@@ -127,15 +124,14 @@ class ExpertParallel:
         is_uneven = parameter.shape[0] // self.size % shards
         return Shard(1) if is_uneven and parameter.shape[1] % shards == 0 else None
 
-    def _dispatching(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return a forward that applies all experts, from the one that applies the experts of this rank."""
+    def _dispatching(self, module: nn.Module) -> Callable[..., Tensor]:
+        """Return a call of a forward that applies the experts of this rank, which applies all of them."""
         ranks, group = self.size, self.mesh.get_group("ep")
-        names = [*inspect.signature(forward).parameters][1:4]
+        names = [*inspect.signature(module.forward).parameters][:3]
         # FSDP2 averages over the ranks with the same experts, each of which gets tokens of several ranks.
         scale = math.prod(self.mesh[name].size() for name in self._copies) / self.num_batches
 
-        @wraps(forward)
-        def dispatch(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        def dispatch(forward: Callable[..., Tensor], module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             hidden, indices, weights = (*args, *(kwargs[name] for name in names[len(args) :]))
             rows, indices, weights = (_share(part, self.tensor) for part in (hidden, indices, weights))
             # 1. Send each token to the ranks of its experts, once for each expert.

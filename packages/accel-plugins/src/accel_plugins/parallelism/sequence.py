@@ -160,7 +160,7 @@ class Ulysses:
         self._is_inside = False  # whether the forward pass of a prepared model is running
         self._counts = False  # whether the loss of a model is divided by our number of tokens
         self._models: WeakSet[nn.Module] = WeakSet()
-        self._configs: dict[int, Any] = {}  # by id, since configurations are compared by value
+        self.configs: dict[int, Any] = {}  # by id, since configurations are compared by value
 
     def __deepcopy__(self, memo: object) -> Ulysses:
         """Return itself: the hooks of a copied model use the same object."""
@@ -219,10 +219,6 @@ class Ulysses:
         """Whether a prepared model is running, or recomputing in a backward pass."""
         return self._is_inside or torch._C._current_graph_task_id() != -1
 
-    def knows(self, config: object) -> bool:
-        """Return whether a configuration belongs to a prepared model."""
-        return id(config) in self._configs
-
     def mean_loss(self, loss: Tensor, num_items: Tensor | int) -> Tensor:
         """Return the mean over the items of all shards, the same on all ranks of a sequence.
 
@@ -279,7 +275,7 @@ class Ulysses:
         for module in model.modules():
             config: Any = getattr(module, "config", None)
             if hasattr(config, "_attn_implementation"):
-                self._configs[id(config)] = config
+                self.configs[id(config)] = config
                 _patch(_source_of(module), config._attn_implementation)
                 _attending[module] = self
         takes = frozenset(inspect.signature(model.forward).parameters)
@@ -295,7 +291,7 @@ class Ulysses:
         for module in [module for module, ulysses in _attending.items() if ulysses is self]:
             del _attending[module]
         self._models.clear()
-        self._configs.clear()
+        self.configs.clear()
         if _current == [self]:
             _current.clear()
         if not _attending:
@@ -534,7 +530,7 @@ def _with_full_sequences(create: Callable[..., Any]) -> Callable[..., Any]:
     def create_full(*args: Any, **kwargs: Any) -> Any:
         values = signature.bind(*args, **kwargs).arguments
         ulysses, config = _with_shards(), values.get("config")
-        if ulysses is None or not ulysses.knows(config):
+        if ulysses is None or id(config) not in ulysses.configs:
             return create(*args, **kwargs)
         for name in ("or_mask_function", "and_mask_function"):
             if _has_tensors(values.get(name)):

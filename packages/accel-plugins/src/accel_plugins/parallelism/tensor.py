@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from functools import wraps
-from types import MappingProxyType, MethodType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -19,8 +18,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from accel_ops.modules import model_has_dtensor, replaced_attributes, size_at_load, unbound_forward
-from accel_plugins.parallelism.config import axes_of, refuse_experts
+from accel_ops.modules import model_has_dtensor, replaced_attributes, size_at_load, wrap_forward
+from accel_plugins.parallelism.config import axes_of
 from accel_plugins.parallelism.experts import experts_of, find_problem, local_experts
 from accel_plugins.sharding.wrap import ShardedStrategy
 from accel_state.errors import SettingsError, did_you_mean
@@ -40,7 +39,11 @@ class TensorParallelStrategy(ShardedStrategy):
     def setup(self) -> None:
         super().setup()
         axes = axes_of(self.runtime, self.handlers)
-        refuse_experts(axes.config)
+        if axes.config.ep_enabled:
+            raise SettingsError(
+                f"ParallelismConfig(ep_size={axes.config.ep_size!r}): FSDP2 shards the experts, but another "
+                "strategy was selected. Remove one of them."
+            )
         if axes.tensor is None:
             raise SettingsError(
                 "strategy='tp' was selected, but the tensor-parallel size is 1: pass "
@@ -62,10 +65,7 @@ class SummedGradients(ParallelStyle):
     """Sum the gradients of a replicated module, such as a norm that each rank applies to some heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        forward = unbound_forward(module)
-
-        @wraps(forward)
-        def summed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def summed(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             parameters = {
                 name: _with_summed_gradient(parameter, device_mesh)
                 for name, parameter in module.named_parameters(recurse=False)
@@ -73,7 +73,7 @@ class SummedGradients(ParallelStyle):
             with replaced_attributes(module, parameters):
                 return forward(module, *args, **kwargs)
 
-        vars(module)["forward"] = MethodType(summed, module)
+        wrap_forward(module, summed)
         return module
 
 
@@ -111,11 +111,9 @@ class ShardedExperts(ParallelStyle):
             parameter = module.get_parameter(name)
             sharded = distribute_tensor(parameter.detach(), device_mesh, [placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-        forward = unbound_forward(module)
-        names = [*inspect.signature(forward).parameters][1:4]
+        names = [*inspect.signature(module.forward).parameters][:3]
 
-        @wraps(forward)
-        def sum_parts(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        def sum_parts(forward: Callable[..., Tensor], module: Any, *args: Any, **kwargs: Any) -> Tensor:
             hidden, indices, weights = (*args, *(kwargs[name] for name in names[len(args) :]))
             hidden, weights = (_with_summed_gradient(part, device_mesh) for part in (hidden, weights))
             with local_experts(module, module.num_experts):
@@ -123,7 +121,7 @@ class ShardedExperts(ParallelStyle):
             partial = DTensor.from_local(part, device_mesh, [Partial()], run_check=False)
             return partial.redistribute(placements=[Replicate()]).to_local()
 
-        vars(module)["forward"] = MethodType(sum_parts, module)
+        wrap_forward(module, sum_parts)
         return module
 
 

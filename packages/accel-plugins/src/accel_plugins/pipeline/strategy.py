@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from accel_ops.modules import model_has_dtensor, replace_forward, without_compiler
 from accel_ops.tree import by_device, local_part
 from accel_plugins.fsdp.blocks import fsdp2_prepare_auto_wrap_policy, modules_named
-from accel_plugins.fsdp.fsdp2 import FullSharding, MeshStrategy, check_version, full_sharding
+from accel_plugins.fsdp.fsdp2 import MeshStrategy, check_version, full_sharding
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.parallelism.attention import text_config
 from accel_plugins.parallelism.config import Axes, TorchPipelineParallelConfig, axes_of
@@ -28,8 +28,7 @@ from accel_plugins.sharding.state import StateForm
 from accel_plugins.sharding.step import norm_of
 from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, Optimizers, Parameters
 from accel_state import hang_monitor
-from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.libraries import is_torch_version
+from accel_state.errors import SettingsError
 
 
 class PipelineStrategy(MeshStrategy):
@@ -55,11 +54,6 @@ class PipelineStrategy(MeshStrategy):
                 "ParallelismConfig(pp_size=…) with 2 or more."
             )
         self.options, self.group = axes.config.pp_handler, axes.pipeline.get_group()
-        if is_torch_version("<", "2.10"):
-            raise UnsupportedError(
-                "ParallelismConfig(pp_size>1): it needs torch 2.10 or newer, and "
-                f"{torch.__version__} is installed."
-            )
         # 2. Build the stages that shard and cut models.
         plugin = _plugin_of(axes, handlers)
         full = None if plugin is None else full_sharding(plugin, axes, runtime, self.precision)
@@ -147,13 +141,18 @@ class PipelineStrategy(MeshStrategy):
         """Cut a model, and keep this rank's stages, sharded or not; its forward then runs the pipeline."""
         super().shard_in_place(model)
         layout = lay_out(model, self.options, self.group.size())
-        shard = None if self.full is None else _for_stages(self.full, model)
+        shard = None
+        if self.full is not None:  # with the options that name modules resolved, which stages do not contain
+            plugin = copy(self.full.plugin)
+            plugin.ignored_modules = modules_named(plugin.ignored_modules, model)
+            plugin.auto_wrap_policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
+            shard = replace(self.full, plugin=plugin)
         pipeline = Pipeline(self, model, layout)
         if shard is not None:
             for stage in pipeline.stages:
                 shard(stage)
         pipeline.watch()
-        replace_forward(model, lambda _: lambda _, *args, **kwargs: pipeline.evaluate(args, kwargs))
+        replace_forward(model, lambda _, __, *args, **kwargs: pipeline.evaluate(args, kwargs))
         self.pipelines[model] = pipeline
         # Make generation recompute all tokens: no stage has the caches of the others.
         if getattr(model, "generation_config", None) is not None:
@@ -253,11 +252,3 @@ def _validate_shards(model: nn.Module, layout: Layout) -> None:
                         "the same rank, and FSDP2 shards each stage by itself: choose another pp_schedule, "
                         "or leave out dp_shard_size and dp_replicate_size."
                     )
-
-
-def _for_stages(full: FullSharding, model: nn.Module) -> FullSharding:
-    """Return the sharding of a model's stages, with the plugin's options that name modules resolved."""
-    plugin = copy(full.plugin)
-    plugin.ignored_modules = modules_named(plugin.ignored_modules, model)
-    plugin.auto_wrap_policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    return replace(full, plugin=plugin)

@@ -35,11 +35,7 @@ from accel_plugins.sharding.state import (
     strip_wrapper_prefixes,
 )
 from accel_plugins.unsharded import States
-from accel_state.torch_private import (
-    DTensorSpec,
-    StridedShard,
-    TensorMeta,
-)
+from accel_state.torch_private import DTensorSpec, StridedShard, TensorMeta
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -66,6 +66,12 @@ def model_variables(model: nn.Module) -> StateDict:
 
 def state_by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:
     """Replace the parameter indices of an optimizer's state dict by names."""
+    counts = [len(group["params"]) for group in state["param_groups"]]
+    if counts != [*map(len, names)]:
+        raise CheckpointError(
+            f"The saved optimizer has groups of {counts} parameters, but the prepared one has groups of "
+            f"{[*map(len, names)]}. Build it as in the saved run."
+        )
     name_of: dict[int, str] = {}
     for group, group_names in zip(state["param_groups"], names, strict=True):
         name_of |= zip(group["params"], group_names, strict=True)

@@ -337,9 +337,9 @@ class Accelerator(RankMethods):
             handlers.setdefault(TilingKwargs, tiling)
             handlers[GradientAccumulationPlugin] = accumulation
             handlers[DataLoaderConfiguration] = self.dataloader_config
-            recipe = build_recipe(self.state.mixed_precision, settings, runtime, handlers)
-            base = "bf16" if recipe else self.state.mixed_precision
+            base = "bf16" if self.state.mixed_precision == "fp8" else self.state.mixed_precision
             built, precision = build.build_strategy(settings, selected, base, runtime, handlers)
+            recipe = build_recipe(self.state.mixed_precision, settings, built)
         self.state.strategy, self.state.device_mesh = selected, built.mesh
         vars(self.state)["_fsdp_version"] = built.fsdp_version
         # 4. Create the state of the training loop.

@@ -168,7 +168,7 @@ def use_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> None:
     parts.handlers |= added
     if parts.recipe is None:
         return
-    recipe = build_recipe("fp8", from_environ(environ.read()), parts.runtime, parts.handlers)
+    recipe = build_recipe("fp8", from_environ(environ.read()), parts.strategy)
     if recipe is None:
         return
     parts.recipe = parts.checkpoints.recipe = recipe
