@@ -42,6 +42,7 @@ def deepspeed_process() -> Generator[None]:
         finally:
             for name in ("_WORLD", "_DATA_PARALLEL", "_MODEL_PARALLEL", "_TENSOR_MODEL_PARALLEL"):
                 setattr(ds_module("utils.groups"), f"{name}_GROUP", None)
+            ds_module("utils.groups").mpu = None  # AutoTP's, which each later engine would ask for its groups
             for name in {*os.environ} - {*before}:
                 del os.environ[name]
 
