@@ -334,3 +334,29 @@ def test_loops_that_divide_the_loss_by_themselves_say_so_to_backward(stage):
                     scheduler.step()
                     optimizer.zero_grad()
             assert_equal(accelerator, model, right)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@distributed(world_size=WORLD)
+def test_adagrad_keeps_its_groups_and_its_schedule(stage):
+    """ZeRO makes a new Adagrad of the defaults, with one group that no schedule knows."""
+    (inputs, targets), plain = make_data(), make_model()
+
+    def adagrad(model, *, split):
+        groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters()}]
+        groups = groups if split else [{"params": model.parameters(), "lr": 0.02}]
+        optimizer = torch.optim.Adagrad(groups, lr=0.05)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+
+    expected, schedule = adagrad(plain, split=stage == 3)
+    for batch, target in zip(inputs.split(BATCH * WORLD), targets.split(BATCH * WORLD), strict=True):
+        nn.functional.mse_loss(plain(batch), target).backward()
+        expected.step()
+        expected.zero_grad()
+        for _ in range(WORLD):
+            schedule.step()
+    with deepspeed_process(), accelerator_of(DeepSpeedPlugin(zero_stage=stage)) as accelerator:
+        model = make_model()
+        prepared = accelerator.prepare(model, *adagrad(model, split=stage == 3), make_loader())
+        train(accelerator, *prepared)
+        assert_equal(accelerator, prepared[0], plain.state_dict())

@@ -6,7 +6,6 @@ import base64
 import copy
 import json
 import logging
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -227,6 +226,11 @@ def test_without_anything_the_stage_is_2():
         ({"zero_stage": 0, "offload_optimizer_device": "cpu"}, "needs ZeRO stage 1"),
         ({"zero_stage": 3, "offload_param_device": "nvme"}, "offload_param_nvme_path"),
         ({"is_train_batch_min": "no"}, "is_train_batch_min='no'"),
+        ({"hf_ds_config": {"zero_optimization": True}}, "zero_optimization=True"),
+        (
+            {"hf_ds_config": {**ZERO2, "managed_gradient_accumulation": False}},
+            "managed_gradient_accumulation",
+        ),
     ],
 )
 def test_a_field_that_cannot_be_used_is_refused(fields, story):
@@ -255,16 +259,19 @@ def test_msamp_is_refused(fields):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_adagrad_is_refused_where_zero_would_replace_it(stage):
-    model = torch.nn.Linear(2, 2)
-    bundle = Bundle(models=[model], optimizers=[torch.optim.Adagrad(model.parameters())])
-    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
-    check_request(HfDeepSpeedConfig({"zero_optimization": zero}), bundle, trains=False)
-    del zero["offload_optimizer"]
-    with (
-        nullcontext() if not stage else pytest.raises(SettingsError, match=f"Adagrad with zero_stage={stage}")
-    ):
-        check_request(HfDeepSpeedConfig({"zero_optimization": zero}), bundle, trains=False)
+def test_groups_of_adagrad_are_refused_where_zero_would_lose_them(stage):
+    config, model = HfDeepSpeedConfig({"zero_optimization": {"stage": stage}}), torch.nn.Linear(2, 2)
+
+    def check(*groups):
+        optimizer = torch.optim.Adagrad([{"params": group} for group in groups])
+        check_request(config, Bundle(models=[model], optimizers=[optimizer]), trains=False)
+
+    check([*model.parameters()])
+    if stage in {0, 3}:
+        check([model.weight], [model.bias])
+        return
+    with pytest.raises(SettingsError, match=f"Adagrad with 2 parameter groups: stage {stage} of DeepSpeed"):
+        check([model.weight], [model.bias])
 
 
 # --------------------------------------------------------------------------- the documented methods

@@ -259,6 +259,17 @@ def test_a_shard_cannot_run_anything(tmp_path: Path, payload: str):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("elsewhere", ["/etc/passwd", "../other/__0_0.distcp"])
+def test_an_index_names_files_of_its_folder_only(tmp_path: Path, elsewhere: str):
+    save(tmp_path / "one", 1, lambda mesh: {"weight": torch.ones(2)})
+    index = read_index(tmp_path / "one")
+    for place in index.storage_data.values():
+        place.relative_path = elsewhere
+    (tmp_path / "one" / INDEX_NAME).write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=r"which is not in its folder"):
+        read_into(tmp_path / "one", {"weight": torch.zeros(2)})
+
+
 def test_every_rank_hears_of_weights_that_rank_0_lacks():
     models = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
     state = {name: torch.ones_like(value) for name, value in models[0].state_dict().items()}

@@ -301,7 +301,7 @@ KEYS: Mapping[str, str] = {
 
 
 def check_offload(config: HfDeepSpeedConfig) -> None:
-    """Refuse offload that DeepSpeed would not do at the stage."""
+    """Refuse offload that DeepSpeed would not do at the stage, and an accumulation boundary of its own."""
     problems: list[str] = []
     stage = config.get_value(KEYS["zero_stage"], 0)
     is_known = not config.is_auto(KEYS["zero_stage"])
@@ -316,6 +316,11 @@ def check_offload(config: HfDeepSpeedConfig) -> None:
             )
         if device == "nvme" and not config.get_value(KEYS[f"offload_{what}_nvme_path"]):
             problems.append(f"offload_{what} to 'nvme' needs offload_{what}_nvme_path, a folder on the disk")
+    if config.get_value("managed_gradient_accumulation") is False:
+        problems.append(
+            "managed_gradient_accumulation=False: accel sets the engine's accumulation boundary itself; "
+            "remove it"
+        )
     if problems:
         raise SettingsError(f"The DeepSpeed configuration is invalid: {'; '.join(problems)}.")
 

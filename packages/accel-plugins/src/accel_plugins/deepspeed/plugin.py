@@ -111,7 +111,11 @@ class DeepSpeedPlugin:
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(_DEFAULT if is_own else self.hf_ds_config)
         config = self.hf_ds_config
-        config.config.setdefault("zero_optimization", {})
+        if not isinstance(zero := config.config.setdefault("zero_optimization", {}), dict):
+            raise SettingsError(
+                f"The DeepSpeed configuration has zero_optimization={zero!r}; it must be an object, such as "
+                '{"stage": 2}.'
+            )
         for name, value in {**({"zero_stage": 2} if is_own else {}), **keywords}.items():
             node, last = config.find_config_node(KEYS[name])
             if (node is None or last not in node) and str(value).lower() != "none":

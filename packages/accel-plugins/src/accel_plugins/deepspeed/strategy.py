@@ -208,6 +208,11 @@ class DeepSpeedStrategy(Strategy):
             self.shapes = {name: parameter.shape for name, parameter in named}
         with hang_monitor.collective_scope("prepare"):
             engine, optimizer, _, scheduler = self.deepspeed.initialize(**arguments)
+        # ZeRO replaces the user's Adagrad with a new one without its groups and scheduler.
+        original, replacement = arguments.get("optimizer"), getattr(optimizer, "optimizer", None)
+        if isinstance(original, Adagrad) and isinstance(replacement, Adagrad):
+            original.state = replacement.state
+            optimizer.optimizer = original
         # 16-bit optimizers of stage 0 initialise their state by a step, which would count and decay weights.
         if (inner := getattr(optimizer, "optimizer", None)) is not None and not is_flattened(optimizer):
             inner.state.clear()
@@ -456,11 +461,11 @@ def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) ->
             f"{type(optimizer).__name__} needs parameters sharded by PyTorch, but DeepSpeed steps flat "
             "partitions of them: use FSDP2, or an optimizer of DeepSpeed's configuration."
         )
-    stage, place = (config.get_value(f"zero_optimization.{key}") for key in ("stage", "offload_optimizer"))
-    if isinstance(optimizer, Adagrad) and stage and place is None:
+    stage = config.get_value("zero_optimization.stage")
+    if isinstance(optimizer, Adagrad) and len(groups) > 1 and stage in {1, 2}:
         raise SettingsError(
-            f"Adagrad with zero_stage={stage}: ZeRO replaces it by one without its groups and schedule. Use "
-            "AdamW, offload_optimizer_device='cpu', or zero_stage=0."
+            f"Adagrad with {len(groups)} parameter groups: stage {stage} of DeepSpeed keeps only the "
+            "first. Use zero_stage=0 or 3, or a single group."
         )
     own = {id(parameter) for parameter in models[0].parameters()}
     tensors = [*chain.from_iterable(groups)]

@@ -405,6 +405,16 @@ def read_index(folder: AnyPath) -> Metadata:
     index = unpickle(path)
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise CheckpointError(f"{str(path)!r} is not the index of a sharded state.")
+    storage_data: Mapping[Any, Any] = index.storage_data
+    try:
+        entries(index)
+        # A rank has one file, and as many entries as tensors.
+        names = [PurePath(name) for name in {stored.relative_path for stored in storage_data.values()}]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} is not the index of a sharded state: {error}.") from error
+    for name in names:
+        if name.is_absolute() or ".." in name.parts:
+            raise CheckpointError(f"{str(path)!r} names {str(name)!r}, which is not in its folder.")
     return index
 
 
