@@ -9,6 +9,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_state.accelerator_state import AcceleratorState, GradientState
+from accel_state.errors import CheckpointWriteError
 from accel_train import Accelerator
 from harness import distributed
 
@@ -113,6 +114,37 @@ def go_on_on_three(folder):
 def test_it_goes_on_on_another_number_of_ranks(tmp_path):
     save_on_two(folder=tmp_path / "checkpoint")
     go_on_on_three(folder=tmp_path / "checkpoint")
+
+
+class Shadows:
+    """An average that keeps its own tensors, as libraries for it do."""
+
+    def __init__(self, model):
+        self.tensors = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+    def state_dict(self):
+        return self.tensors
+
+    def load_state_dict(self, state):
+        self.tensors = state
+
+
+@pytest.mark.parametrize("version", [None, 2])
+@distributed(world_size=2)
+def test_shards_of_a_registered_object_are_refused_as_rank_0_alone_would_save_its_own(version, tmp_path):
+    accelerator, model, *_ = prepared(version)
+    shadows = Shadows(model)
+    accelerator.register_for_checkpointing(shadows)
+    if version == 2:
+        with pytest.raises(CheckpointWriteError, match=r"object 0, of type Shadows, has sharded tensors"):
+            accelerator.save_state(tmp_path / "checkpoint")
+        return
+    expected = {name: tensor.clone() for name, tensor in shadows.tensors.items()}
+    accelerator.save_state(tmp_path / "checkpoint")
+    shadows.tensors = {}
+    accelerator.load_state(tmp_path / "checkpoint")
+    assert shadows.tensors.keys() == expected.keys()
+    assert all(torch.equal(shadows.tensors[name], tensor) for name, tensor in expected.items())
 
 
 def swap(weights, others):

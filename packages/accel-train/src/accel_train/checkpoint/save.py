@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from accel_ops.tree import is_dtensor
 from accel_plugins import sharding
 from accel_plugins.sharding.state import INDEX_NAME, StateForm, local_metadata_file, shard_file
 from accel_state.device_kinds import runtime_module
@@ -29,6 +30,7 @@ from accel_state.errors import (
     CheckpointWriteError,
     DistributedOperationException,
     SettingsError,
+    UnsupportedError,
 )
 from accel_state.files import any_path
 from accel_state.platforms import flush_file
@@ -39,7 +41,7 @@ from accel_train.checkpoint.agreement import AbsentRankError, Agreement, SingleP
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.files import make_folder, record_of, remove, sizes_in, write_file
 from accel_train.checkpoint.layout import FileRecord, Manifest
-from accel_train.checkpoint.staging import write_object, write_weights
+from accel_train.checkpoint.staging import tensors_in, write_object, write_weights
 
 logger = logging.getLogger(__name__)
 WHAT = "save_state()"
@@ -256,6 +258,12 @@ def _files_of_run(
             files += shard_files(run, layout.sharded_optimizer_name(index), optimizer=state)
     for index, registered in enumerate(run.custom):
         state = registered.state_dict()  # on every rank: perhaps a collective
+        if any(map(is_dtensor, tensors_in(state, set()))):
+            raise UnsupportedError(
+                f"Registered object {index}, of type {type(registered).__name__}, has sharded tensors in its "
+                "state_dict(), and the main process would save its own shards alone. Return full tensors, or "
+                "prepare an averaged model with the first one."
+            )
         if run.commits:
             files.append(CheckpointFile(layout.custom_name(index), state))
     device, generators = run.runtime.device, run.strategy.generators

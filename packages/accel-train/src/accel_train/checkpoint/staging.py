@@ -80,7 +80,7 @@ def copied_tree(
     """
     memo: dict[int, Any] = {}
     storages: dict[Any, Any] = {}
-    for tensor in _tensors_in(tree, set()):
+    for tensor in tensors_in(tree, set()):
         if tensor.device.type in {"cpu", "meta"}:
             if keeps_host:
                 memo[id(tensor)] = tensor
@@ -119,7 +119,7 @@ def _copied(
     return result.requires_grad_(tensor.requires_grad)
 
 
-def _tensors_in(tree: Any, seen: set[int]) -> Iterator[Tensor]:
+def tensors_in(tree: Any, seen: set[int]) -> Iterator[Tensor]:
     """Yield the tensors in the dictionaries, lists and tuples of a tree, not those inside other objects."""
     if isinstance(tree, Tensor):
         yield tree
@@ -128,7 +128,7 @@ def _tensors_in(tree: Any, seen: set[int]) -> Iterator[Tensor]:
         values: Any = tree.values() if isinstance(tree, dict) else tree
         for value in values:
             if isinstance(value, (Tensor, dict, list, tuple)):  # random states are hundreds of numbers
-                yield from _tensors_in(value, seen)
+                yield from tensors_in(value, seen)
 
 
 def write_weights(state: Mapping[str, Any], sink: SupportsWrite[Any], *, safe: bool) -> None:
@@ -156,7 +156,7 @@ def write_object(obj: Any, sink: Any) -> None:
 
 def on_host(tree: Any) -> Any:
     """Copy the tensors of a tree that are not on the CPU; return the tree itself if there are none."""
-    if all(tensor.device.type in {"cpu", "meta"} for tensor in _tensors_in(tree, set())):
+    if all(tensor.device.type in {"cpu", "meta"} for tensor in tensors_in(tree, set())):
         return tree
     return copied_tree(tree, UntypedStorage.cpu, keeps_host=True)
 
