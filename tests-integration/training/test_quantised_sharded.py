@@ -100,6 +100,8 @@ def train_alone(model, optimizer, steps):
 @distributed(world_size=2)
 def test_the_forward_is_bit_equal_and_ten_steps_are_those_of_one_process(kind):
     alone = make_model(kind)
+    for module in alone.modules():  # else some CPUs repack its weights, of multiples of a block, in bfloat16
+        module.support_avx512bf16_for_cpu = False
     expected = optimizer_of(alone)
     accelerator, model, optimizer = prepare(kind)
     for mode in (True, False):
