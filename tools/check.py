@@ -143,10 +143,9 @@ STEPS = (  # long ones first; not all those together that would compile the same
     ),
     Step(
         "isolation",
-        "each wheel installs alone, imports, and runs the examples of its README (with --all)",
+        "each wheel installs alone, imports, and runs the examples of its README",
         (PYTHON, "tools/check_isolation.py"),
         thorough=("--tests",),
-        slow=True,
     ),
     Step("site", "the site builds without a warning", (PYTHON, "tools/build_docs.py")),
     Step("format", "ruff format", (PYTHON, "-m", "ruff", "format", "--check", ".")),

@@ -270,6 +270,30 @@ def test_an_index_names_files_of_its_folder_only(tmp_path: Path, elsewhere: str)
         read_into(tmp_path / "one", {"weight": torch.zeros(2)})
 
 
+def test_what_several_ranks_wrote_is_listed_once(tmp_path: Path):
+    whole = torch.arange(12.0).view(6, 2)
+
+    def make(mesh: DeviceMesh) -> dict[str, Any]:
+        """Experts, say, of a mesh that other ranks have, too."""
+        pairs = init_device_mesh("cpu", (mesh.size() // 2, 2), mesh_dim_names=("others", "own"))
+        return {
+            "plain": whole,
+            "number": DTensor.from_local(torch.ones(()), pairs["own"], [Replicate()], run_check=False),
+            "cut": sharded(whole, pairs["own"], 0),
+        }
+
+    save(tmp_path / "one", 4, make)
+    index = read_index(tmp_path / "one")
+    listed: dict[str, Any] = {**index.state_dict_metadata}
+    assert {name: len(entry.chunks) for name, entry in listed.items()} == {"plain": 1, "number": 1, "cut": 2}
+    assert len(index.storage_data) == 4
+    state = {"plain": torch.zeros(6, 2), "number": torch.zeros(()), "cut": torch.zeros(6, 2)}
+    read_into(tmp_path / "one", state)
+    assert torch.equal(state["plain"], whole)
+    assert torch.equal(state["cut"], whole)
+    assert state["number"] == 1
+
+
 def test_every_rank_hears_of_weights_that_rank_0_lacks():
     models = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
     state = {name: torch.ones_like(value) for name, value in models[0].state_dict().items()}

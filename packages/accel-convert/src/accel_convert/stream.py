@@ -77,12 +77,12 @@ def _storage_of(folder: AnyPath, index: Metadata, position: MetadataIndex) -> An
 def _lazy_tensor(folder: AnyPath, index: Metadata, key: str, metadata: TensorStorageMetadata) -> LazyTensor:
     shape, dtype = tuple(metadata.size), metadata.properties.dtype
     parts: list[tuple[tuple[int, ...], tuple[int, ...], Callable[[], LazyTensor]]] = []
-    # Several ranks may have written one chunk.
-    for chunk in {chunk.offsets: chunk for chunk in metadata.chunks if 0 not in chunk.sizes}.values():
+    for chunk in metadata.chunks:
         sizes = tuple(chunk.sizes)
-        stored = _storage_of(folder, index, MetadataIndex(key, chunk.offsets))
-        make = cache(partial(_lazy_chunk, folder, stored, key, sizes, dtype))
-        parts.append((tuple(chunk.offsets), sizes, make))
+        if 0 not in sizes:
+            stored = _storage_of(folder, index, MetadataIndex(key, chunk.offsets))
+            make = cache(partial(_lazy_chunk, folder, stored, key, sizes, dtype))
+            parts.append((tuple(chunk.offsets), sizes, make))
     covered = sum(torch.Size(sizes).numel() for _, sizes, _ in parts)
     if covered != torch.Size(shape).numel():
         raise CheckpointError(

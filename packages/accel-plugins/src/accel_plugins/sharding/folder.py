@@ -236,23 +236,27 @@ def write_index(folder: AnyPath, ranks: Iterable[int]) -> list[str]:
     # 2. Write the index; tensors that are sharded alike share the list of their chunks.
     listed: dict[str, Any] = {}
     stored: list[_Call] = []
-    known: dict[tuple[Any, ...], tuple[_Call, _Call]] = {}
+    known: dict[tuple[Any, ...], Any] = {}
     for name, (properties, size, parts) in values.items():
         table = torch.cat([rows for _, rows in parts])
         files = parts[0][0] if len(parts) == 1 else [file for files, _ in parts for file in files]
-        columns = [array("q", column) for column in table.T.tolist()]
         keys, listed[name] = [MetadataIndex(name)], metadata.BytesStorageMetadata()
         if size is not None:
-            key = size, *map(bytes, columns[:-2])
-            if key not in known and size and 0 not in size and not _is_full(size, table):
+            key = size, table[:, :-2].numpy().tobytes()
+            if key not in known:
+                known[key] = _chunks(size, table)
+            if known[key] is None:
                 raise CheckpointError(
                     f"The shards that the ranks wrote to {str(folder)!r} do not add up to a full {name!r}. "
                     "Prepare the same objects on every rank."
                 )
-            offsets, chunks = known[key] = known.get(key) or _chunks(size, columns)
+            first, offsets, chunks = known[key]
+            if len(first) < len(table):
+                table, files = table[first], [files[number] for number in first]
             keys = _Call(map, MetadataIndex, _Call(repeat, name), offsets)
-            listed[name] = TensorStorageMetadata(properties, size, cast("Any", chunks))
-        stored.append(_Call(zip, keys, _Call(map, StorageInfo, files, *columns[-2:])))
+            listed[name] = TensorStorageMetadata(properties, size, chunks)
+        columns = [array("q", column) for column in table[:, -2:].T.tolist()]
+        stored.append(_Call(zip, keys, _Call(map, StorageInfo, files, *columns)))
     storage_data: Any = _Call(dict, _Call(chain, *stored))
     index = Metadata(listed, paths, storage_data, metadata.StorageMeta())
     (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
@@ -273,13 +277,21 @@ def _is_full(size: torch.Size, table: Tensor) -> bool:
     return len(cells.unique()) == count
 
 
-def _chunks(size: torch.Size, columns: list[array[int]]) -> tuple[_Call, _Call]:
-    """Return the lists of the offsets of a tensor's chunks, and of the chunks."""
+def _chunks(size: torch.Size, table: Tensor) -> tuple[list[int], Any, Any] | None:
+    """Return the rows of a tensor's chunks, the lists of their offsets, and of the chunks; `None` for a hole.
+
+    Ranks that have the same shard, such as experts beside tensor parallelism, wrote it each: one is listed.
+    """
+    rows = {offsets: number for number, offsets in enumerate(map(tuple, table[:, : len(size)].tolist()))}
+    first = [*rows.values()]
+    if size and 0 not in size and not _is_full(size, table[first]):
+        return None
+    columns = [array("q", column) for column in table[first].T.tolist()]
     offsets, sizes = (
-        _Call(list, _Call(map, torch.Size, _Call(zip, *some) if size else [()] * len(columns[-1])))
+        _Call(list, _Call(map, torch.Size, _Call(zip, *some) if size else [()]))
         for some in (columns[: len(size)], columns[len(size) : -2])
     )
-    return offsets, _Call(list, _Call(map, metadata.ChunkStorageMetadata, offsets, sizes))
+    return first, offsets, _Call(list, _Call(map, metadata.ChunkStorageMetadata, offsets, sizes))
 
 
 class _Call:
