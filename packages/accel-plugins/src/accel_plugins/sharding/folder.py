@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -463,6 +463,8 @@ _ALLOWED_NAMES = {
         "_MEM_FORMAT_ENCODING",
     ),
     filesystem: ("_StorageInfo", "_StoragePrefix"),
+    # Plans that Megatron keeps in its index.
+    planner: ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
 }
 
 
