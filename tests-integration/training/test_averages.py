@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_state.errors import CheckpointWriteError
 from accel_train import Accelerator
@@ -46,9 +47,13 @@ def train_alone(steps):
 
 
 def prepared(version, **options):
-    plugin = None if version is None else FullyShardedDataParallelPlugin(fsdp_version=version, **options)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model, averaged = make_model(), make_model().requires_grad_(False)
+    if version == "tp":
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+        model.tp_plan = averaged.tp_plan = {"0": "colwise", "2": "rowwise"}
+    else:
+        plugin = None if version is None else FullyShardedDataParallelPlugin(fsdp_version=version, **options)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     return accelerator, *accelerator.prepare(model, averaged, optimizer)
 
@@ -56,6 +61,8 @@ def prepared(version, **options):
 def train_prepared(accelerator, model, averaged, optimizer, steps):
     share = ROWS // accelerator.num_processes
     first = accelerator.process_index * share
+    if accelerator.parallelism_config is not None and accelerator.parallelism_config.tp_enabled:
+        share, first = ROWS, 0
     train((model, averaged), optimizer, steps, accelerator.backward, slice(first, first + share))
 
 
@@ -68,7 +75,7 @@ def check_equals_alone(accelerator, averaged, steps):
         torch.testing.assert_close(dict(found), expected.state_dict())
 
 
-@pytest.mark.parametrize("version", [None, 1, 2])
+@pytest.mark.parametrize("version", [None, 1, 2, "tp"])
 @distributed(world_size=2)
 def test_it_is_that_of_one_process_also_after_loading(version, tmp_path):
     accelerator, *parts = prepared(version)
@@ -129,13 +136,13 @@ class Shadows:
         self.tensors = state
 
 
-@pytest.mark.parametrize("version", [None, 2])
+@pytest.mark.parametrize("version", [None, 2, "tp"])
 @distributed(world_size=2)
 def test_shards_of_a_registered_object_are_refused_as_rank_0_alone_would_save_its_own(version, tmp_path):
     accelerator, model, *_ = prepared(version)
     shadows = Shadows(model)
     accelerator.register_for_checkpointing(shadows)
-    if version == 2:
+    if version is not None:
         with pytest.raises(CheckpointWriteError, match=r"object 0, of type Shadows, has sharded tensors"):
             accelerator.save_state(tmp_path / "checkpoint")
         return

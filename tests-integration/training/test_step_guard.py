@@ -12,6 +12,7 @@ from accel_ops.tree import full_tensor
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import StepGuard
+from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.optimizers.host_adamw import HostAdamW
 from accel_plugins.optimizers.muon import Muon
 from accel_state.errors import UnsupportedError
@@ -235,8 +236,14 @@ def test_what_cannot_be_guarded_is_refused():
         accelerator.lomo_backward(torch.zeros(()), 0.1)
 
 
+@pytest.mark.parametrize(
+    ("engine", "plugin"),
+    [
+        ("deepspeed", {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=1)}),
+        ("megatron", {"megatron_lm_plugin": MegatronLMPlugin()}),
+    ],
+)
 @distributed(world_size=1)
-def test_engines_that_step_themselves_are_refused():
-    plugin = DeepSpeedPlugin(zero_stage=1)
-    with pytest.raises(UnsupportedError, match=r"StepGuard.*STEP_GUARD.*'deepspeed'"):
-        Accelerator(cpu=True, deepspeed_plugin=plugin, kwargs_handlers=[StepGuard()])
+def test_engines_that_step_themselves_are_refused(engine, plugin):
+    with pytest.raises(UnsupportedError, match=f"StepGuard.*STEP_GUARD.*'{engine}'"):
+        Accelerator(cpu=True, **plugin, kwargs_handlers=[StepGuard()])
