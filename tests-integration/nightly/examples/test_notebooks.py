@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -14,16 +15,19 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 def shown_by(notebook: nbformat.NotebookNode) -> list[list[dict[str, str]]]:
-    """Return what each cell shows: text as it is, tables without their figures, no pictures."""
+    """Return what each cell shows: text as it is, what is printed and tables without figures, no pictures."""
     shown = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
             outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
-            shown.append([_content(output.data) for output in outputs])
+            shown.append([*map(_content, outputs)])
     return shown
 
 
-def _content(data: dict[str, str]) -> dict[str, str]:
+def _content(output: Any) -> dict[str, str]:
+    if output.output_type == "stream":
+        return {"text": " ".join(re.sub(r"\d[\d.e-]*( [KMGT]?B)?", "#", output.text).split())}
+    data = output.data
     if "image/png" in data:
         return {"image/png": ""}
     if "text/html" in data:
