@@ -2,8 +2,9 @@
 
     uv run python tools/benchmarks/scale.py
 
-`start`: requests to the store and seconds of a rank that joins its process group, and the groups of a mesh of
-replicas of 64 shards; gloo is real, the store counts, and the other ranks do not exist. `ranks`: the same of
+`start`: requests to the store and seconds of a rank that joins its process group, and the groups of its mesh,
+for DDP, HSDP with replicas of 32 shards, and FSDP2 with TP and PP; gloo is real, the store counts, and the
+other ranks do not exist (the gloo of 64 ranks connects them all, and needs them). `ranks`: the same of
 rank 0 of 2, 4 and 8 real ranks, and the requests of its first collective in each group. `replay`: seconds of
 one `TCPStore` with the starts of all ranks; torch looks up names as it connects. `monitor`: requests a
 second of all ranks' hang monitors, seconds to compare ranks, and bytes of the message of a timeout. `data`:
@@ -109,23 +110,24 @@ class CountingStore(dist.Store):
         return self
 
 
-def start(world_size: int) -> list[tuple[str, Any]]:
-    """Print the requests and seconds of the last rank's start; return the requests."""
+def start(world_size: int, axes: dict[str, int]) -> list[tuple[str, Any]]:
+    """Print the requests and seconds of the last rank's start; return the requests. DDP has no axes."""
     store, begun = CountingStore(), time.perf_counter()
     PartialState(cpu=True, store=store, rank=world_size - 1, world_size=world_size)
     joined, seconds = len(store.asked), time.perf_counter() - begun
-    mesh_of("cpu", {"dp_replicate": world_size // 64, "dp_shard": 64})
+    if axes:
+        mesh_of("cpu", axes)
     meshed = time.perf_counter() - begun - seconds
     print(
-        f"start   {world_size:5d} ranks: join {joined} requests, {seconds:.2f} s; "
-        f"mesh of 2 groups {len(store.asked) - joined} requests, {meshed:.2f} s"
+        f"start   {world_size:5d} ranks, {axes or 'DDP'}: join {joined} requests, {seconds:.2f} s; "
+        f"mesh {len(store.asked) - joined} requests, {meshed:.2f} s"
     )
     return store.asked
 
 
 def replay(world_size: int) -> None:
     """Print the seconds in which one store takes the connections, and answers the starts, of all ranks."""
-    asked = start(world_size)
+    asked = start(world_size, {"dp_replicate": world_size // 64, "dp_shard": 64})
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     begun = time.perf_counter()
@@ -383,7 +385,11 @@ LOADED = {"dp_shard": 96, "tp": 8}
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("fork")
-    cases = [(start, 128), (start, 512), (start, 4096), (replay, 1024), (monitor, 1024), (monitor, 16384)]
+    worlds = (128, 512, 4096)
+    cases: list[tuple[Any, ...]] = [(start, ranks, {}) for ranks in worlds]
+    cases += [(start, ranks, {"dp_replicate": ranks // 32, "dp_shard": 32}) for ranks in worlds]
+    cases += [(start, ranks, {"pp": 4, "dp_shard": ranks // 32, "tp": 8}) for ranks in worlds]
+    cases += [(replay, 1024), (monitor, 1024), (monitor, 16384)]
     meshes = [(ranks, *case) for case in MESHES]
     launches = [(launch, name, nodes) for name in ("slurm", "kubeflow", "ray") for nodes in (2, 512)]
     saves: list[tuple[Any, ...]] = [(save_as_dcp, "70B", SAVED[0])]
