@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from harness.clients import run_client
 
 PROGRAM = Path(__file__).parent / "programs" / "patches.py"
 
 
 def replay(ranks: int, folder: Path) -> dict[str, Any]:
     """Run the cases of a number of ranks; return what each has seen."""
-    several = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
-    done = subprocess.run(
-        [sys.executable, *(several if ranks > 1 else []), "-m", "accel_compat", str(PROGRAM)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = run_client(sys.executable, PROGRAM, ranks=ranks, on_accel=True, environ=environ, folder=folder)
     seen: dict[str, Any] = {}
-    for line in done.stdout.splitlines():
+    for line in output.splitlines():
         seen |= json.loads(line) if line.startswith("{") else {}
     return seen
 

@@ -76,8 +76,8 @@ def run_client(
     on_accel: bool,
     environ: Mapping[str, str],
     folder: Path,
-) -> None:
-    """Run a program, under torchrun if there are several ranks, and check that it ends with 0.
+) -> str:
+    """Run a program, under torchrun if there are several ranks, check that it ends with 0; return its output.
 
     Args:
         python: The interpreter of the environment with the libraries.
@@ -100,6 +100,7 @@ def run_client(
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def differences(where: str, left: Any, right: Any, tolerance: float = 1e-6) -> Iterator[str]:

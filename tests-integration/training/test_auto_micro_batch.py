@@ -225,25 +225,26 @@ def test_an_engine_with_gradients_of_its_own_is_refused_by_name():
         AutoMicroBatch(accelerator, make_model())
 
 
-@needs_reset
-@distributed(world_size=2)
-def test_what_cannot_be_joined_is_refused_by_name():
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=1, tp_size=2))
+def tensor_parallel(dp_shard_size):
+    axes = ParallelismConfig(dp_shard_size=dp_shard_size, tp_size=2)
+    accelerator = Accelerator(cpu=True, parallelism_config=axes)
     model = nn.Sequential()
     model.up, model.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     model.tp_plan = {"up": "colwise", "down": "rowwise"}
+    return accelerator, accelerator.prepare(model)
+
+
+@needs_reset
+@distributed(world_size=2)
+def test_what_cannot_be_joined_is_refused_by_name():
     with pytest.raises(UnsupportedError, match="only FSDP2"):
-        AutoMicroBatch(accelerator, accelerator.prepare(model))
+        AutoMicroBatch(*tensor_parallel(dp_shard_size=1))
 
 
 @needs_reset
 @distributed(world_size=4)
 def test_activations_shared_between_ranks_are_refused_by_name():
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2))
-    model = nn.Sequential()
-    model.up, model.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    model.tp_plan = {"up": "colwise", "down": "rowwise"}
-    model = accelerator.prepare(model)
+    accelerator, model = tensor_parallel(dp_shard_size=2)
     micro = AutoMicroBatch(accelerator, model)
     with pytest.raises(UnsupportedError, match=r"communicates by `.*`, whose size depends on the samples"):
         micro.backward(lambda part: model(part).sum(), torch.ones(4, WIDTH))
