@@ -110,14 +110,14 @@ OF_MAIN_THREAD = (
 STEPS: dict[str, tuple[Check, ...]] = {
     "A": (
         program("facts", f"{BENCHMARKS}/gpu_facts.py", seconds=90),
-        gpu_tests("nccl", "tests-integration/training/test_nccl_gpu.py", seconds=90),
+        gpu_tests("nccl", "tests-integration/distributed/test_nccl_gpu.py", seconds=90),
         gpu_tests("little-memory", "tests-integration/bigmodel/test_little_memory_gpu.py", seconds=120),
         gpu_tests("packages", *files_with_gpu_tests("packages"), seconds=240),
     ),
     "B": (
-        gpu_tests("strategies", "tests-integration/training/test_devices.py", seconds=400),
-        gpu_tests("fp8", "tests-integration/training/test_fp8_gpu.py", seconds=80),
-        gpu_tests("megatron", "tests-integration/training/test_megatron_gpu.py", seconds=80),
+        gpu_tests("strategies", "tests-integration/distributed/test_devices.py", seconds=400),
+        gpu_tests("fp8", "tests-integration/distributed/fp8/test_fp8_gpu.py", seconds=80),
+        gpu_tests("megatron", "tests-integration/distributed/megatron/test_megatron_gpu.py", seconds=80),
     ),
     "C": (
         program("bandwidth", f"{BENCHMARKS}/bigmodel_gpu.py", "--rounds", "1", seconds=260),
@@ -135,7 +135,7 @@ STEPS: dict[str, tuple[Check, ...]] = {
     "E": (
         gpu_tests("bits", "packages/accel-quant/tests", seconds=150, marker="not thorough"),
         gpu_tests("bits-gpu", "tests-integration/bigmodel/test_quantized_gpu.py", seconds=150),
-        gpu_tests("axes", "tests-integration/training/test_axes_gpu.py", seconds=240),
+        gpu_tests("axes", "tests-integration/distributed/axes/test_axes_gpu.py", seconds=240),
     ),
 }
 

@@ -28,13 +28,13 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import UnsupportedError
 from accel_state.partial_state import PartialState
 from accel_train import Accelerator
-from checkpoint.test_async import arguments_of
-from conformance.test_fsdp1 import CHECKS as FSDP1_CHECKS
-from conformance.test_fsdp1 import IN_FLOAT32
-from conformance.test_sharded import planned
+from distributed.device_program import train_and_save
+from distributed.fsdp.test_conformance import planned
+from distributed.fsdp.test_conformance_fsdp1 import CHECKS as FSDP1_CHECKS
+from distributed.fsdp.test_conformance_fsdp1 import IN_FLOAT32
 from harness import cases, distributed
 from harness.small_llama import make_llama
-from training.device_program import train_and_save
+from train.test_async import arguments_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

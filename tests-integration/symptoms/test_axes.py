@@ -238,7 +238,7 @@ def test_row_2_ulysses_refuses_what_is_not_attention_by_its_layer():
 @pytest.mark.parametrize("axis", ["fsdp_size", "tp_size"])
 @distributed(world_size=2)
 def test_row_22_a_model_that_transformers_sharded_at_load_is_not_wrapped_again(axis):
-    """`training/test_presharded.py` trains such models; here is what the Trainer of transformers asks for."""
+    """`distributed/fsdp/test_presharded.py` trains such models; the Trainer of transformers asks for this."""
     from transformers.distributed import DistributedConfig
 
     # What from_pretrained does before it reads the weights.

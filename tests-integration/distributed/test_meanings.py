@@ -17,15 +17,15 @@ from accel_plugins.kwargs import DataLoaderConfiguration
 from accel_plugins.strategy import Feature
 from accel_state.errors import UnsupportedError
 from accel_train import Accelerator
-from equality.alone import CLIP, LENGTH, ROWS, batches_of, fresh
-from equality.strategies import STRATEGIES, Cell, fsdp
+from distributed.equality.alone import CLIP, LENGTH, ROWS, batches_of, fresh
+from distributed.equality.strategies import STRATEGIES, Cell, fsdp
 from harness import cases, distributed
 from harness.engines import deepspeed_process
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from equality.alone import Fresh
+    from distributed.equality.alone import Fresh
 
 # Those of a recipe round to eight bits, and pipelines need the loss of the model itself: the table of
 # equality and `test_pipeline.py` compare them.

@@ -20,14 +20,14 @@ from accel_plugins.sharding.shards import write_shard
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.torch_private import StridedShard
 from accel_train import Accelerator
+from distributed.axes.test_experts import OwnModel
+from distributed.fsdp.test_sharded import make_model
+from distributed.megatron.test_megatron import make_gpt2
+from distributed.pipeline.test_pipeline import make as make_full
+from distributed.pipeline.test_pipeline import prepared as make_pipeline
 from harness import cases, distributed
 from harness.cuda_names import cuda_answered_by_cpu
 from harness.engines import deepspeed_process
-from training.test_experts import OwnModel
-from training.test_megatron import make_gpt2
-from training.test_pipeline import make as make_full
-from training.test_pipeline import prepared as make_pipeline
-from training.test_sharded import make_model
 
 FSDP1 = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
 

@@ -23,9 +23,9 @@ from accel import Accelerator
 from accel.utils import DataLoaderConfiguration
 from accel_plugins import sequence_parallel_loss
 from accel_state.accelerator_state import AcceleratorState, GradientState
-from equality.alone import CLIP, FAULTS, LENGTH, ROWS, batches_of, factor, is_clipped, train_alone
-from equality.megatron import MEGATRON
-from equality.strategies import STRATEGIES, Cell
+from distributed.equality.alone import CLIP, FAULTS, LENGTH, ROWS, batches_of, factor, is_clipped, train_alone
+from distributed.equality.megatron import MEGATRON
+from distributed.equality.strategies import STRATEGIES, Cell
 from harness import cases, distributed
 from harness.engines import deepspeed_process
 

@@ -14,7 +14,7 @@ from accel.utils import (
     ParallelismConfig,
     TorchPipelineParallelConfig,
 )
-from equality.alone import CLIP, Arithmetic, fresh
+from distributed.equality.alone import CLIP, Arithmetic, fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from equality.alone import Fresh
+    from distributed.equality.alone import Fresh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from accel_convert import convert_checkpoint
 from accel_convert.read import open_checkpoint
 from accel_plugins.megatron.library import core
 from accel_state.errors import CheckpointError, SettingsError
-from checkpoint.test_megatron import build, train
+from distributed.megatron.test_checkpoints import build, train
 from harness import distributed
 from harness.cuda_names import cuda_answered_by_cpu
 from harness.engines import new_groups_end

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.utils import MegatronLMPlugin
-from equality.alone import CLIP, DECAY, EPSILON, RATE, ROWS, Arithmetic
-from equality.strategies import Cell, Row
+from distributed.equality.alone import CLIP, DECAY, EPSILON, RATE, ROWS, Arithmetic
+from distributed.equality.strategies import Cell, Row
 from harness.cuda_names import cuda_answered_by_cpu
 
 if TYPE_CHECKING:

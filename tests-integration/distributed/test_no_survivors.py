@@ -45,8 +45,8 @@ from accel_plugins.kwargs import DataLoaderConfiguration, GradScalerKwargs
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.partial_state import PartialState
 from accel_train import Accelerator
-from equality.alone import LENGTH, ROWS, batches_of, fresh
-from equality.strategies import STRATEGIES, Cell
+from distributed.equality.alone import LENGTH, ROWS, batches_of, fresh
+from distributed.equality.strategies import STRATEGIES, Cell
 from harness import cases, distributed
 from harness.engines import deepspeed_process
 from harness.survivors import collector_off, no_survivor

@@ -11,19 +11,19 @@ from accel_state.libraries import is_installed
 from accel_trackers.registry import VENDORS
 from harness import cases, chosen_params
 from harness.programs import Program, run_programs
-from tracking.library_cases import CASES, OFFLINE
+from trackers.library_cases import CASES, OFFLINE
 
 FOLDER = Path(__file__).resolve().parents[1]
 PROGRAM = """
 import sys
 sys.path.insert(0, {folder!r})
-from tracking import library_cases
+from trackers import library_cases
 library_cases.main({name!r}, {checks})
 """
 ALL = """
 import sys
 sys.path.insert(0, {folder!r})
-from tracking import library_cases
+from trackers import library_cases
 library_cases.check_all()
 """
 INSTALLED = [name for name in CASES if is_installed(name)]

@@ -16,11 +16,11 @@ from accel_convert import convert_checkpoint
 from accel_convert.read import open_checkpoint
 from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_state.errors import SettingsError
-from checkpoint.test_load_memory import resident
-from checkpoint.test_resharding import Net, build, train, whole
 from harness import distributed
 from harness.engines import deepspeed_process
 from harness.small_llama import make_llama
+from train.test_load_memory import resident
+from train.test_resharding import Net, build, train, whole
 
 
 @distributed(world_size=2)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from distributed.device_program import train_and_save
 from harness import distributed
-from training.device_program import train_and_save
 
 PROGRAM = Path(__file__).with_name("device_program.py")
 STRATEGIES = ("single", "ddp", "fsdp2", "fsdp2-offload", "tp", "zero1", "zero2", "zero3")

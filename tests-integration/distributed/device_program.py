@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_train import Accelerator
-from checkpoint.test_async import arguments_of, check_equal
 from harness.engines import deepspeed_process
+from train.test_async import arguments_of, check_equal
 
 STEPS = 6
 TOLERANCE = {"no": 1e-4, "bf16": 5e-2, "fp16": 2e-2}

@@ -17,8 +17,8 @@ from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
 from accel_state import platforms
 from accel_train import Accelerator
 from accel_train.checkpoint import files
-from equality.alone import LENGTH, ROWS, batches_of, fresh
-from equality.strategies import STRATEGIES, Cell
+from distributed.equality.alone import LENGTH, ROWS, batches_of, fresh
+from distributed.equality.strategies import STRATEGIES, Cell
 from harness.engines import deepspeed_process
 from harness.killing import Crowd, Killer, mortal
 from harness.pool import shared_nursery

@@ -21,8 +21,8 @@ from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.errors import CheckpointError, SettingsError
 from accel_train import Accelerator
 from bigmodel.test_hub_names import QUICK, every_kind, make
-from checkpoint.test_load_memory import resident
 from harness import distributed
+from train.test_load_memory import resident
 
 TOKENS = torch.arange(12).view(2, 6)
 

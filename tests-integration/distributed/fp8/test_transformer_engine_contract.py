@@ -152,7 +152,7 @@ def test_recipes_take_what_we_pass(version):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_scales_of_layers_are_in_their_extra_state_as_a_tensor(version):
-    """Checkpoints hold that: `tests-integration/checkpoint/test_extra_state.py`."""
+    """Checkpoints hold that: `tests-integration/train/test_extra_state.py`."""
     base = named(tree(version, "pytorch/module/base.py"), "TransformerEngineBaseModule")
     assert named(base, "set_extra_state") is not None
     function = named(base, "get_extra_state")
