@@ -57,7 +57,8 @@ EXAMPLES = "tests-integration/docs"
 NIGHTLY = "tests-integration/nightly"
 INTEGRATION = ("tests-integration", f"--ignore={EXAMPLES}", f"--ignore={NIGHTLY}")
 NOT_THOROUGH = ("-m", "not thorough")
-BY_FILE = ("-n", "2", "--dist", "loadfile", "--durations=30")
+WORKERS = str(max(2, os.cpu_count() or 2))
+BY_FILE = ("-n", WORKERS, "--dist", "loadfile", "--durations=30")
 ALL_TESTS = ("-m", "thorough or not thorough")
 PYTEST_LINE = re.compile(r"^=* ?((?:\d+ \w+(?:, )?)+) in [\d.]+s.*$")
 WORDS = ("failed", "error", "passed", "skipped", "deselected", "xfailed")
@@ -123,7 +124,7 @@ STEPS = (  # long ones first; not all those together that would compile the same
     Step(
         "unit",
         "each package's own tests and docstring examples",
-        (*PYTEST, *NOT_THOROUGH, "-n", "2", "--doctest-modules", "packages", "--ignore-glob=*/examples"),
+        (*PYTEST, *NOT_THOROUGH, "-n", WORKERS, "--doctest-modules", "packages", "--ignore-glob=*/examples"),
         thorough=ALL_TESTS,
         once_more=(*ONCE_MORE, "--doctest-modules"),
     ),
@@ -143,9 +144,10 @@ STEPS = (  # long ones first; not all those together that would compile the same
     ),
     Step(
         "isolation",
-        "each wheel installs alone, imports, and runs the examples of its README",
+        "each wheel installs alone, imports, and runs the examples of its README (with --all)",
         (PYTHON, "tools/check_isolation.py"),
         thorough=("--tests",),
+        slow=True,
     ),
     Step("site", "the site builds without a warning", (PYTHON, "tools/build_docs.py")),
     Step("format", "ruff format", (PYTHON, "-m", "ruff", "format", "--check", ".")),
@@ -157,7 +159,7 @@ STEPS = (  # long ones first; not all those together that would compile the same
     ),
     Step(
         "house",
-        "house rules that no linter has, declared siblings, versions",
+        "house rules that no linter has, declared dependencies, versions",
         (PYTHON, "tools/house_rules.py"),
     ),
     Step(
@@ -173,7 +175,7 @@ STEPS = (  # long ones first; not all those together that would compile the same
     Step(
         "floor",
         "the packages' own tests pass with the oldest libraries that they accept (with --all)",
-        (*FLOOR, *NOT_THOROUGH, "-n", "2", "packages", "--ignore-glob=*/examples"),
+        (*FLOOR, *NOT_THOROUGH, "-n", WORKERS, "packages", "--ignore-glob=*/examples"),
         slow=True,
         once_more=(*FLOOR, "-p", "no:cacheprovider"),
     ),

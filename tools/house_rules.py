@@ -3,7 +3,7 @@
 streams        only accel_state/streams.py makes streams, events, pinned memory, and copies that nobody
                waits for
 torch-private  only accel_state/torch_private.py imports the private modules and names of torch
-siblings       members declare the members that they import, and the reverse
+declared       members declare what they import, and the metapackage all members below it
 one-version    one version everywhere, and members pin each other to it
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -31,13 +32,13 @@ HOST_COPIES = {
 }
 """Files whose copies nobody waits for at once; each says what orders them."""
 METAPACKAGE = "accel-suite"
-OURS = re.compile(r"^\s*(?:from|import) (accel\w*)", re.MULTILINE)
+DEPTRY = str(Path(sys.executable).with_name("deptry"))
 NAME = re.compile(r"[\w-]+")
 
 
 def main() -> int:
     """Print every breach; return 1 if there are any."""
-    breaches = [*one_version(ROOT), *siblings()]
+    breaches = [*one_version(ROOT), *declared()]
     for file in sorted(ROOT.glob("packages/*/src/**/*.py")):
         path, tree = file.relative_to(ROOT).as_posix(), ast.parse(file.read_text())
         for node in ast.walk(tree):
@@ -100,20 +101,17 @@ def projects(root: Path) -> dict[str, dict[str, Any]]:
     return {path.parent.name: tomllib.loads(path.read_text())["project"] for path in paths}
 
 
-def siblings() -> Iterator[str]:
-    """Members declare the members that they import; the metapackage declares all below it."""
+def declared() -> Iterator[str]:
+    """Members declare what they import, as deptry sees it; the metapackage declares all below it."""
     members = projects(ROOT)
-    for name, project in members.items():
-        needed = {match[0] for line in project["dependencies"] if (match := NAME.match(line))}
-        source = ROOT / "packages" / name / "src"
-        files = [*source.rglob("*.py"), *source.rglob("*.pyi")]
-        modules = {module for file in files for module in OURS.findall(file.read_text())}
-        used = {METAPACKAGE if module == "accel" else module.replace("_", "-") for module in modules}
-        wanted = used & members.keys() - {name}
-        if name == METAPACKAGE:
-            wanted = {one for one in members if METAPACKAGE not in str(members[one]["dependencies"])} - {name}
-        for other in sorted(wanted ^ (needed & members.keys())):
-            yield f"siblings: {name} {'does not declare' if other in wanted else 'does not import'} {other}"
+    for name in members.keys() - {METAPACKAGE}:
+        command, folder = [DEPTRY, "src", "--no-ansi"], ROOT / "packages" / name
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            yield f"declared: {name}: {done.stderr}"
+    needed = {match[0] for line in members[METAPACKAGE]["dependencies"] if (match := NAME.match(line))}
+    for other in sorted(members.keys() - needed - {METAPACKAGE, "accel-compat"}):  # which is above it
+        yield f"declared: {METAPACKAGE} does not declare {other}"
 
 
 def one_version(root: Path) -> Iterator[str]:
