@@ -21,7 +21,6 @@ from accel_plugins.megatron.optimizer import (
     transformer_config,
 )
 from accel_plugins.megatron.plugin import UNSUPPORTED, MegatronLMPlugin, check_model, scheduler_arguments
-from accel_plugins.megatron.stages import virtual_stages
 from accel_plugins.megatron.strategy import groups_of
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import is_installed
@@ -76,9 +75,8 @@ def received(options):
     plugin.set_training_args(2, groups.data)
     plugin.set_optimizer_type(optimizer)
     plugin.set_scheduler_args(MegatronLMDummyScheduler(optimizer, 800, 8))
-    virtual = virtual_stages(plugin, SIZES["num_layers"])
     configs = (
-        transformer_config(plugin, SIZES, "no", virtual),
+        transformer_config(plugin, SIZES, "no"),
         ddp_config(plugin),
         optimizer_config(plugin, optimizer, "no"),
     )

@@ -205,15 +205,7 @@ def indexed_datasets(
     Called on every rank: rank 0 builds the indices, the others wait for it.
     """
     load_library("MegatronLMDummyDataLoader")
-    datasets = core("datasets.gpt_dataset")
-    builder = core("datasets.blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
-    config = datasets.GPTDatasetConfig(**dataset_options(plugin, options))
-    with without_core_warnings():
-        return tuple(builder(datasets.GPTDataset, [*samples], lambda: True, config).build())
-
-
-def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of data sets under megatron-core's names."""
+    # 1. Give the options megatron-core's names.
     requested = {_RENAMED.get(name, name): value for name, value in options.items()}
     requested.pop("micro_batch_size", None)
     paths, tokenizer = requested.pop("data_path", None), requested.pop("tokenizer", None)
@@ -232,12 +224,13 @@ def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any]) -> dic
             "end-of-sequence token ends documents."
         )
     name = str(getattr(tokenizer, "name_or_path", "none" if tokenizer is None else type(tokenizer).__name__))
+    # 2. Build the data sets.
     documents = SimpleNamespace(  # read by megatron-core; cached indices depend on the identifiers
         vocab_size=None if tokenizer is None else len(tokenizer),
         eod=eod,
         unique_identifiers={"class": "tokenizer", "name": name, "eod": eod},
     )
-    return {
+    values = {
         "random_seed": 1234,
         "split": "969,30,1" if "blend" in requested else None,
         "reset_position_ids": False,
@@ -248,6 +241,11 @@ def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any]) -> dic
         "sequence_length": length,
         "tokenizer": documents,
     }
+    datasets = core("datasets.gpt_dataset")
+    builder = core("datasets.blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
+    config = datasets.GPTDatasetConfig(**values)
+    with without_core_warnings():
+        return tuple(builder(datasets.GPTDataset, [*samples], lambda: True, config).build())
 
 
 def indexed_loaders(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
@@ -43,11 +44,14 @@ class MegatronEngine(nn.Module):
         optimizer_names: Names of weights in each group of PyTorch's optimizer, in order.
 
     Attributes:
+        source: The model of transformers that was prepared.
         outputs: The class of a call's result; `None` for a model without a row.
         positions: The maximum sequence length of models with position embeddings; else `None`.
         samples: Number of samples, over all replicas, in the present gradients.
         steps: Number of steps of the optimizer.
     """
+
+    source: nn.Module
 
     def __init__(
         self,
@@ -64,7 +68,7 @@ class MegatronEngine(nn.Module):
     ) -> None:
         super().__init__()
         self.chunks: Any = nn.ModuleList(chunks)
-        self._source = (source,)  # It is not a submodule.
+        vars(self)["source"] = source  # not as a submodule
         self.family = family
         self.placed = placed
         self.groups, self.plugin = strategy.groups, strategy.plugin
@@ -75,19 +79,16 @@ class MegatronEngine(nn.Module):
         self.transformer_config = core("utils").get_model_config(chunks[0])
         self.config = getattr(source, "config", None)
         self.outputs = self.positions = None
+        self._logits: list[str] = []
         if family is not None:
             hint: Any = get_type_hints(type(source).forward)["return"]
             self.outputs = (get_args(hint) or (hint,))[-1]
+            self._logits += [one.name for one in fields(self.outputs) if one.name.endswith("logits")]
             arguments = family.model_arguments(source)
             if arguments.get("position_embedding_type", "learned_absolute") == "learned_absolute":
                 self.positions = arguments.get("max_sequence_length")
         self.samples = self.steps = 0
         self._is_reduced = False
-
-    @property
-    def source(self) -> nn.Module:
-        """The model of transformers that was prepared."""
-        return self._source[0]
 
     def forward(self, *args: Any, **batch: Any) -> Any:
         """Evaluate a batch."""
@@ -153,7 +154,13 @@ class MegatronEngine(nn.Module):
         # 1. Check the batch, and prepare megatron-core's configuration for the schedule.
         parts = self._micro_batches(args, batch)
         if not forward_only:
-            self._check_trainable(accumulation)
+            if self.optimizer is None:
+                raise SettingsError("This model was prepared without an optimizer: prepare both in one call.")
+            if accumulation > 1 and self.plugin.calculate_per_token_loss:
+                raise SettingsError(
+                    f"gradient_accumulation_steps={accumulation} with calculate_per_token_loss: the tokens "
+                    "of a step are counted in one call of the model; use num_micro_batches instead."
+                )
             if self._is_reduced:
                 self.discard()
         config, reduces = self.transformer_config, sync and not forward_only
@@ -185,7 +192,7 @@ class MegatronEngine(nn.Module):
         self.samples += 0 if forward_only else len(parts) * rows * self.groups.data
         if self.outputs is None:
             return (loss, *logits) if logits else loss
-        return self.outputs(loss=loss, **dict(zip(_logits_of(self.outputs), logits, strict=False)))
+        return self.outputs(loss=loss, **dict(zip(self._logits, logits, strict=False)))
 
     def discard(self) -> None:
         """Zero gradients."""
@@ -194,15 +201,6 @@ class MegatronEngine(nn.Module):
         self.optimizer.zero_grad()
         self.samples = 0
         self._is_reduced = False
-
-    def _check_trainable(self, accumulation: int) -> None:
-        if self.optimizer is None:
-            raise SettingsError("This model was prepared without an optimizer: prepare both in one call.")
-        if accumulation > 1 and self.plugin.calculate_per_token_loss:
-            raise SettingsError(
-                f"gradient_accumulation_steps={accumulation} with calculate_per_token_loss: the tokens of a "
-                "step are counted in one call of the model; use num_micro_batches instead."
-            )
 
     def _scaled_step(self, accumulation: int, data_iterator: Any, model: Any) -> tuple[Any, Any]:
         """Run the train step; divide losses by the number of batches per optimizer step."""
@@ -302,7 +300,7 @@ class MegatronEngine(nn.Module):
         if not getattr(self.train_step_handler, "return_logits", False):
             return loss, []
         logits: list[Any] = []
-        for name in _LOGITS[: 1 if self.outputs is None else len(_logits_of(self.outputs))]:
+        for name in _LOGITS[: len(self._logits) or 1]:
             parts = [result[name].detach() for result in results if name in result]
             logits.append(torch.cat(parts) if parts else None)
         if logits[0] is not None and logits[0].ndim > 2:
@@ -319,10 +317,6 @@ _LOGITS = ("logits", "order logits")
 """Train steps' names of the logits of tokens or classes, and of sentence order."""
 
 
-def _logits_of(outputs: type[Any]) -> list[str]:
-    return [field.name for field in fields(outputs) if field.name.endswith("logits")]
-
-
 _TRAIN_STEPS: dict[str, Callable[..., AbstractTrainStep]] = {
     "bert": BertTrainStep,
     "gpt": GPTTrainStep,
@@ -332,7 +326,7 @@ _TRAIN_STEPS: dict[str, Callable[..., AbstractTrainStep]] = {
 
 def train_step_of(plugin: MegatronLMPlugin, context: Any) -> AbstractTrainStep:
     """Build the train step of a run; `context` has the `state` and the `device` of an accelerator."""
-    own, args = plugin.custom_train_step_class, plugin.namespace()
+    own, args = plugin.custom_train_step_class, Namespace(**plugin.megatron_lm_default_args)
     if own is not None:
         return own(context, args, **(plugin.custom_train_step_kwargs or {}))
     kind: Any = getattr(args, "model_type_name", None)

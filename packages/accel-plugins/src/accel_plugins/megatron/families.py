@@ -261,7 +261,7 @@ def _fields(config: Any, names: str, **others: Any) -> dict[str, Any]:
     return dict(zip((*_FIELDS, *_DROPOUTS), values, strict=False)) | {"normalization": "LayerNorm"} | others
 
 
-def _refuse(kind: str, config: Any, needed: Mapping[str, Any], wrong: Sequence[str] = ()) -> None:
+def _refuse(kind: str, needed: Mapping[str, Any], config: Any, wrong: Sequence[str] = ()) -> None:
     """Refuse fields of a configuration that differ from the supported value, or are not one of a table."""
     present = {name: getattr(config, name, wanted) for name, wanted in needed.items()}
     wrong = [
@@ -317,7 +317,7 @@ def _gpt2_weights(config: Any) -> list[Weight]:
 def _check_gpt2(config: Any) -> None:
     needed = {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
     needed |= {"scale_attn_weights": True, "embd_pdrop": config.resid_pdrop}  # One dropout serves both.
-    _refuse("GPT-2", config, needed | {"activation_function": ACTIVATIONS})
+    _refuse("GPT-2", needed | {"activation_function": ACTIVATIONS}, config)
 
 
 GPT2 = ModelFamily(
@@ -393,7 +393,7 @@ def _check_llama(config: Any) -> None:
         if rope.get(name) != value:
             wrong.append(f"{name}={rope.get(name)!r} of rope_type='llama3' (megatron-core computes {value})")
     needed = {"attention_bias": False, "mlp_bias": False, "hidden_act": {"silu": silu, "swish": silu}}
-    _refuse("Llama", config, needed, wrong)
+    _refuse("Llama", needed, config, wrong)
 
 
 LLAMA = ModelFamily(
@@ -455,11 +455,7 @@ def _bert_weights(config: Any) -> list[Weight]:
     )
 
 
-def _check_bert(config: Any) -> None:
-    needed = {"position_embedding_type": "absolute", "is_decoder": False, "hidden_act": ACTIVATIONS}
-    _refuse("BERT", config, needed)
-
-
+_BERT_NEEDS = {"position_embedding_type": "absolute", "is_decoder": False, "hidden_act": ACTIVATIONS}
 BERT = ModelFamily(
     name="bert",
     kind="bert",
@@ -468,7 +464,7 @@ BERT = ModelFamily(
     model_arguments=_bert_arguments,
     weights=_bert_weights,
     build="accel_plugins.megatron.stages:build_bert",
-    check=_check_bert,
+    check=partial(_refuse, "BERT", _BERT_NEEDS),
 )
 
 _T5_ACTIVATIONS: dict[str, Any] = {**ACTIVATIONS, "relu": relu, "silu": silu}
@@ -541,7 +537,7 @@ T5 = ModelFamily(
     model_arguments=_t5_arguments,
     weights=_t5_weights,
     build="accel_plugins.megatron.stages:build_t5",
-    check=lambda config: _refuse("T5", config, {"dense_act_fn": _T5_ACTIVATIONS}),
+    check=partial(_refuse, "T5", {"dense_act_fn": _T5_ACTIVATIONS}),
 )
 
 ENTRY_POINT_GROUP = "accel.megatron_models"

@@ -139,12 +139,6 @@ def group_of(
     return groups
 
 
-def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Return the first names of the parameters of each group of an optimizer."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return [[names[one] for one in group["params"] if one in names] for group in optimizer.param_groups]
-
-
 class MegatronSchedule:
     """A schedule that the engine advances by the number of samples of every optimizer step."""
 
@@ -247,17 +241,17 @@ def _shared(plugin: MegatronLMPlugin, config: Any, precision: str) -> dict[str, 
     return known | {"params_dtype": dtype, "bf16": bf16, "fp16": fp16}
 
 
-def transformer_config(
-    plugin: MegatronLMPlugin, of_model: Mapping[str, Any], precision: str, virtual: int | None
-) -> Any:
+def transformer_config(plugin: MegatronLMPlugin, of_model: Mapping[str, Any], precision: str) -> Any:
     """Return a `TransformerConfig`."""
+    layers = {**plugin.megatron_lm_default_args, **of_model}["num_layers"]
+    of_stage = plugin.num_layers_per_virtual_pipeline_stage
     config = core("transformer.transformer_config").TransformerConfig
     dropouts = {"attention_dropout": plugin.attention_dropout, "hidden_dropout": plugin.hidden_dropout}
     values: dict[str, Any] = {
         **_shared(plugin, config, precision),
         **of_model,
         **{name: value for name, value in dropouts.items() if value is not None},
-        "virtual_pipeline_model_parallel_size": virtual,
+        "virtual_pipeline_model_parallel_size": of_stage and layers // (plugin.pp_degree or 1) // of_stage,
         "sequence_parallel": bool(plugin.sequence_parallelism) and (plugin.tp_degree or 1) > 1,
         "num_layers_in_last_pipeline_stage": plugin.decoder_last_pipeline_num_layers,
         "attention_backend": core("transformer.enums").AttnBackend[plugin.attention_backend],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from inspect import unwrap
@@ -208,7 +207,26 @@ class MegatronLMPlugin:
         if isinstance(self.attention_backend, bool):
             self.attention_backend = "auto" if self.attention_backend else "unfused"
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        _check_fields(values, sources)
+        # 1. Refuse fields that are not supported, and values whose mistake megatron-core would not explain.
+        for name, (default, instead) in UNSUPPORTED.items():
+            if values[name] != default:
+                raise UnsupportedError(f"{sources[name]} is not supported: {instead}.")
+        wrong = {name: f"expected one of {row}" for name, row in _CHOICES.items() if values[name] not in row}
+        for name in _COUNTS:
+            if values[name] is not None and not is_count(values[name], least=1):
+                wrong[name] = "expected a whole number above 0"
+        problems = [f"{sources[name]}: {problem}" for name, problem in wrong.items()]
+        for name, other in _ALTERNATIVES:
+            if None not in {values[name], values[other]}:
+                problems.append(
+                    f"{sources[name]} and {sources[other]} exclude each other: remove one of them"
+                )
+        for name, other, least in _NEEDED:
+            if values[name] and (values[other] or 0) < least:
+                problems.append(f"{sources[name]} needs {other}={least}: add it, or leave it out")
+        if problems:
+            raise SettingsError("; ".join(problems) + ".")
+        # 2. Set what depends on others, and Megatron's arguments.
         if self.recompute_activations:
             self.recompute_granularity = self.recompute_granularity or "selective"
         is_full = self.recompute_granularity == "full"
@@ -232,10 +250,6 @@ class MegatronLMPlugin:
                 )
         require("megatron_lm", "MegatronLMPlugin", install=EXTRA)
         return replace(settings, megatron=settings.megatron or MegatronSettings())
-
-    def namespace(self) -> Namespace:
-        """Return `megatron_lm_default_args` as a namespace for train steps."""
-        return Namespace(**self.megatron_lm_default_args)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Set the precision in `megatron_lm_default_args`.
@@ -411,26 +425,6 @@ _NEEDED = (
     ("optimizer_cpu_offload", "use_precision_aware_optimizer", True),
 )
 """Fields that another one must accompany, and its least value."""
-
-
-def _check_fields(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Refuse fields that are not supported, and values whose mistake megatron-core would not explain."""
-    for name, (default, instead) in UNSUPPORTED.items():
-        if values[name] != default:
-            raise UnsupportedError(f"{sources[name]} is not supported: {instead}.")
-    wrong = {name: f"expected one of {row}" for name, row in _CHOICES.items() if values[name] not in row}
-    for name in _COUNTS:
-        if values[name] is not None and not is_count(values[name], least=1):
-            wrong[name] = "expected a whole number above 0"
-    problems = [f"{sources[name]}: {problem}" for name, problem in wrong.items()]
-    for name, other in _ALTERNATIVES:
-        if None not in {values[name], values[other]}:
-            problems.append(f"{sources[name]} and {sources[other]} exclude each other: remove one of them")
-    for name, other, least in _NEEDED:
-        if values[name] and (values[other] or 0) < least:
-            problems.append(f"{sources[name]} needs {other}={least}: add it, or leave it out")
-    if problems:
-        raise SettingsError("; ".join(problems) + ".")
 
 
 def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:

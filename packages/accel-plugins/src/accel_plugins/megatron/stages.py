@@ -26,12 +26,6 @@ if TYPE_CHECKING:
     from accel_plugins.megatron.strategy import Groups
 
 
-def virtual_stages(plugin: MegatronLMPlugin, layers: int) -> int | None:
-    """Return the number of virtual stages of a rank; `None` if it has one stage."""
-    each = plugin.num_layers_per_virtual_pipeline_stage
-    return None if each is None else layers // (plugin.pp_degree or 1) // each
-
-
 def build_stages(
     family: ModelFamily | None, plugin: MegatronLMPlugin, config: Any, model: Any, groups: Groups
 ) -> list[nn.Module]:
@@ -72,36 +66,32 @@ def _mask_padding(tokens: int, layer: Any, inputs: Any, output: tuple[Tensor, An
 
 
 def build_gpt(config: Any, arguments: dict[str, Any], vocabulary: int, **stage: Any) -> nn.Module:
-    """Build one stage of a decoder."""
-    specs = layer_specs(config, stage["vp_stage"])
-    return core("models.gpt.gpt_model").GPTModel(
-        config=config, transformer_layer_spec=specs, vocab_size=vocabulary, **stage, **arguments
-    )
-
-
-def layer_specs(config: Any, vp_stage: int | None) -> Any:
-    """Return megatron-core's specification of a stage's layers.
+    """Build one stage of a decoder.
 
     TransformerEngine's layers are used on a GPU where it is installed, unless `attention_backend` is
     `"local"`; else megatron-core's own, with PyTorch's attention unless `"unfused"` requests its own, or
     scores are not computed as in PyTorch, which context parallelism refuses.
     """
     specs, block = core("models.gpt.gpt_layer_specs"), core("transformer.transformer_block")
-    number = block.get_num_layers_to_build(config, vp_stage=vp_stage)
+    number = block.get_num_layers_to_build(config, vp_stage=stage["vp_stage"])
     if uses_transformer_engine(config.attention_backend.name):
         layer = specs.get_gpt_layer_with_transformer_engine_spec()
-        return block.TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=block.LayerNormImpl)
-    is_sharded = config.context_parallel_size > 1
-    is_plain = config.window_size is None and config.softmax_type == "vanilla"
-    if is_sharded and not is_plain:
-        raise UnsupportedError(
-            f"other_megatron_args: window_size={config.window_size!r} and softmax_type="
-            f"{config.softmax_type!r} beside context_parallel_size={config.context_parallel_size} need "
-            "TransformerEngine's attention: install transformer-engine, or remove one of them."
-        )
-    is_wanted = config.attention_backend.name != "unfused" and config.attention_softmax_in_fp32
-    layer = specs.get_gpt_layer_local_spec(normalization=config.normalization)
-    return _block_spec(layer, number, has_attention=is_sharded or (is_plain and is_wanted))
+        spec = block.TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=block.LayerNormImpl)
+    else:
+        is_sharded = config.context_parallel_size > 1
+        is_plain = config.window_size is None and config.softmax_type == "vanilla"
+        if is_sharded and not is_plain:
+            raise UnsupportedError(
+                f"other_megatron_args: window_size={config.window_size!r} and softmax_type="
+                f"{config.softmax_type!r} beside context_parallel_size={config.context_parallel_size} need "
+                "TransformerEngine's attention: install transformer-engine, or remove one of them."
+            )
+        is_wanted = config.attention_backend.name != "unfused" and config.attention_softmax_in_fp32
+        layer = specs.get_gpt_layer_local_spec(normalization=config.normalization)
+        spec = _block_spec(layer, number, has_attention=is_sharded or (is_plain and is_wanted))
+    return core("models.gpt.gpt_model").GPTModel(
+        config=config, transformer_layer_spec=spec, vocab_size=vocabulary, **stage, **arguments
+    )
 
 
 def _block_spec(layer: Any, number: int, *, has_attention: bool = True) -> Any:

@@ -56,6 +56,7 @@ class MegatronStates(ShardedStates):
                 state |= dict.fromkeys(aliases[name], self._shard(value))
         return state
 
+    @torch.no_grad()
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> Any:
         """Load a state dict, full or sharded; with `strict=False` weights may be missing."""
         if not isinstance(model, MegatronEngine):
@@ -69,7 +70,12 @@ class MegatronStates(ShardedStates):
                 f"Error(s) in loading state_dict for {type(model.source).__name__}: missing keys {missing}, "
                 f"unexpected keys {unexpected}."
             )
-        _load_weights(model, weights)
+        slots = find_slots(model)
+        for row, tensors in _iter_known(model, weights):
+            value = row.shard(tensors, model.groups)
+            row.parameter.copy_(value)
+            if (slot := slots.get(row.parameter)) is not None:  # its float32 copy is more precise
+                slot.master.copy_(slot.own(value).reshape(slot.master.shape))
         result = nn.Module().load_state_dict({})
         return result._replace(missing_keys=missing, unexpected_keys=unexpected)
 
@@ -90,13 +96,35 @@ class MegatronStates(ShardedStates):
 
         return allocate
 
+    @torch.no_grad()
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         engine = _engine_of(optimizer, models)
-        if not engine.plugin.no_load_optim:
-            check_groups([group["params"] for group in state["param_groups"]], engine.optimizer_names)
-            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-                group.update({name: value for name, value in saved.items() if name != "params"})
-            _load_optimizer_state(engine, state["state"])
+        if engine.plugin.no_load_optim:
+            return
+        # 1. Load the groups and the number of steps.
+        check_groups([group["params"] for group in state["param_groups"]], engine.optimizer_names)
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        slots, known = find_slots(engine), state["state"]
+        if known:
+            engine.steps = max(int(entry.get(_STEP, 1)) for entry in known.values())
+        # 2. Load the state of this rank's part of each weight.
+        for row, entries in _iter_known(engine, known):
+            if (slot := slots.get(row.parameter)) is None:
+                continue
+            own_state = slot.optimizer.state[slot.master]
+            for key in entries[0].keys() - {_STEP}:
+                if isinstance(entries[0][key], Tensor):
+                    own = slot.own(row.shard([entry[key] for entry in entries], engine.groups))
+                    into = own_state.setdefault(key, torch.zeros_like(slot.master))
+                    into.copy_(own.reshape(into.shape))
+            if (step := entries[0].get(_STEP)) is None:
+                continue
+            if type(slot.optimizer).__module__.startswith("torch."):
+                own_state[_STEP] = torch.tensor(float(step), device="cpu")
+                continue
+            for group in slot.optimizer.param_groups:  # PyTorch counts steps by parameter.
+                group[_STEP] = int(step)
 
     def group_names(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> Sequence[Sequence[str]]:
         return _engine_of(optimizer, models).optimizer_names
@@ -255,41 +283,6 @@ def gather(
             dist.broadcast(tensor, group_src=stage, group=state.get_pipeline_model_parallel_group())
         yield dict(zip(names, tensors, strict=True))
         del tensors
-
-
-@torch.no_grad()
-def _load_weights(engine: MegatronEngine, known: StateDict) -> None:
-    """Load weights of transformers, full or sharded, into parameters and the more precise float32 copies."""
-    slots = find_slots(engine)
-    for row, tensors in _iter_known(engine, known):
-        value = row.shard(tensors, engine.groups)
-        row.parameter.copy_(value)
-        if (slot := slots.get(row.parameter)) is not None:
-            slot.master.copy_(slot.own(value).reshape(slot.master.shape))
-
-
-@torch.no_grad()
-def _load_optimizer_state(engine: MegatronEngine, known: StateDict) -> None:
-    """Load the optimizer's state of weights of transformers, full or sharded."""
-    slots = find_slots(engine)
-    if known:
-        engine.steps = max(int(entry.get(_STEP, 1)) for entry in known.values())
-    for row, entries in _iter_known(engine, known):
-        if (slot := slots.get(row.parameter)) is None:
-            continue
-        state = slot.optimizer.state[slot.master]
-        for key in entries[0].keys() - {_STEP}:
-            if isinstance(entries[0][key], Tensor):
-                own = slot.own(row.shard([entry[key] for entry in entries], engine.groups))
-                into = state.setdefault(key, torch.zeros_like(slot.master))
-                into.copy_(own.reshape(into.shape))
-        if (step := entries[0].get(_STEP)) is None:
-            continue
-        if type(slot.optimizer).__module__.startswith("torch."):
-            state[_STEP] = torch.tensor(float(step), device="cpu")
-            continue
-        for group in slot.optimizer.param_groups:  # PyTorch counts steps by parameter.
-            group[_STEP] = int(step)
 
 
 def _iter_known(engine: MegatronEngine, known: StateDict) -> Iterator[tuple[PlacedWeight, list[Any]]]:

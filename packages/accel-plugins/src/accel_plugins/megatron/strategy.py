@@ -43,12 +43,11 @@ from accel_plugins.megatron.optimizer import (
     group_of,
     load_scaler_state,
     make_optimizer,
-    names_of,
     scaler_state,
     transformer_config,
 )
 from accel_plugins.megatron.plugin import MegatronLMPlugin, check_model, optimizer_args
-from accel_plugins.megatron.stages import build_stages, virtual_stages
+from accel_plugins.megatron.stages import build_stages
 from accel_plugins.megatron.state import MegatronStates, drop_values, find_rows, load, share_values
 from accel_plugins.optimizer import AcceleratedScheduler
 from accel_plugins.parallelism.config import mesh_of
@@ -163,8 +162,7 @@ class MegatronStrategy(Strategy):
             raise UnsupportedError(f"attention_backend={backend!r} needs the library transformer-engine.")
         # 2. Build the groups and the stages, with rank 0's weights.
         fields = family.transformer_config(model.config) if family else {}
-        layers = {**plugin.megatron_lm_default_args, **fields}["num_layers"]
-        config = transformer_config(plugin, fields, precision, virtual_stages(plugin, layers))
+        config = transformer_config(plugin, fields, precision)
         if self not in _users:
             start(self)
         stages = build_stages(family, plugin, config, model, groups)
@@ -175,8 +173,12 @@ class MegatronStrategy(Strategy):
         modules, made = [*stages], None
         if precision != "no":
             modules = [core("transformer.module").Float16Module(config, stage) for stage in stages]
-        names = [] if optimizer is None else names_of(model, optimizer)
+        optimizer_names: list[list[str]] = []
         if optimizer is not None:
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            optimizer_names += [
+                [names[one] for one in group["params"] if one in names] for group in optimizer.param_groups
+            ]
             indices = {parameter: 0 for stage in stages for parameter in stage.parameters()}
             indices = indices if family is None else group_of(placed, model, optimizer)
             modules = [
@@ -196,7 +198,7 @@ class MegatronStrategy(Strategy):
             step=step,
             generate=generate,
             optimizer=made,
-            optimizer_names=names,
+            optimizer_names=optimizer_names,
         )
         if optimizer is not None:
             self._trained = engine

@@ -50,22 +50,18 @@ class _TrainStep(AbstractTrainStep):
 
     indexed: tuple[str, ...]
     """Names of the inputs in batches of Megatron's indexed data sets."""
+    of_loss: tuple[str, ...] = ()
+    of_step: tuple[str, ...] = ()
+    """Names of the further arguments of `get_loss_func` and of `get_forward_step_func`."""
 
-    def __init__(
-        self,
-        name: str,
-        accelerator: Any,
-        args: Namespace,
-        of_loss: Sequence[Any] = (),
-        of_step: Sequence[Any] = (),
-    ) -> None:
-        super().__init__(name)
+    def __init__(self, accelerator: Any, args: Namespace) -> None:
+        super().__init__(type(self).__name__)
         self.args = args
         self.return_logits = bool(args.return_logits)
         self.per_token = bool(accelerator.state.megatron_lm_plugin.calculate_per_token_loss)
         self.get_batch = self.get_batch_func(accelerator, args.megatron_dataset_flag)
-        self.loss_func = self.get_loss_func(accelerator, *of_loss)
-        self.forward_step = self.get_forward_step_func(*of_step)
+        self.loss_func = self.get_loss_func(accelerator, *(getattr(args, name) for name in self.of_loss))
+        self.forward_step = self.get_forward_step_func(*(getattr(args, name) for name in self.of_step))
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
         """Return the plugin's function, or one for batches of transformers or of Megatron's data sets."""
@@ -118,9 +114,6 @@ class GPTTrainStep(_TokenTrainStep):
     """
 
     indexed = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-
-    def __init__(self, accelerator: Any, args: Namespace) -> None:
-        super().__init__("GPTTrainStep", accelerator, args)
 
     def _read(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         tokens = batch["input_ids"]
@@ -246,15 +239,15 @@ class BertTrainStep(_TrainStep):
     """
 
     indexed = ("text", "types", "is_random", "loss_mask", "labels", "padding_mask")
+    of_loss = ("pretraining_flag", "num_labels")
+    of_step = ("pretraining_flag", "bert_binary_head")
 
     def __init__(self, accelerator: Any, args: Namespace) -> None:
         if accelerator.state.megatron_lm_plugin.calculate_per_token_loss:
             raise UnsupportedError(
                 "BertTrainStep has no loss by token: leave out calculate_per_token_loss of MegatronLMPlugin."
             )
-        of_loss = args.pretraining_flag, args.num_labels
-        of_step = args.pretraining_flag, args.bert_binary_head
-        super().__init__("BertTrainStep", accelerator, args, of_loss, of_step)
+        super().__init__(accelerator, args)
 
     def _read(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         tokens, labels = batch["input_ids"], batch["labels"]
@@ -348,9 +341,6 @@ class T5TrainStep(_TokenTrainStep):
     """
 
     indexed = ("text_enc", "text_dec", "loss_mask", "labels", "enc_mask", "dec_mask", "enc_dec_mask")
-
-    def __init__(self, accelerator: Any, args: Namespace) -> None:
-        super().__init__("T5TrainStep", accelerator, args)
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: Tensor) -> Tensor:
