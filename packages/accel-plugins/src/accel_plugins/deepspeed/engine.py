@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -32,13 +31,14 @@ class DeepSpeedEngineWrapper:
 
     Attributes:
         has_gradients: Whether there are gradients since the last step.
+        accumulates: Whether no backward pass completes the accumulation window, as within `no_sync`.
     """
 
     def __init__(self, engine: Any, *, groups: Sequence[Sequence[Tensor]] = ()) -> None:
         self.engine = engine
         self.groups = groups
         self.has_gradients = False
-        self._holds = 0
+        self.accumulates = False
         self._max_grad_norm: float | None = None
         self._plain_norm: Tensor | None = None
 
@@ -69,19 +69,10 @@ class DeepSpeedEngineWrapper:
             )
         if self.engine.fp16_enabled() and not stage:  # The engine does not scale it, but unscales gradients.
             loss = loss.float() * self._scale
-        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients and not self._holds)
+        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients and not self.accumulates)
         with hang_monitor.collective_scope("backward"):
             self.engine.backward(loss, **kwargs)
         self.has_gradients = True
-
-    @contextmanager
-    def accumulate_without_step(self) -> Generator[None]:
-        """Accumulate gradients within the block: no backward pass completes the accumulation window."""
-        self._holds += 1
-        try:
-            yield
-        finally:
-            self._holds -= 1
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip gradients in the next step.

@@ -65,11 +65,6 @@ def model_file(folder: Path, tensor_rank: int) -> Path:
     return folder / f"mp_rank_{tensor_rank:02d}_model_states.pt"
 
 
-def is_split_over(folder: Path, size: int) -> bool:
-    """Return whether a checkpoint is of a model that so many tensor-parallel ranks have split."""
-    return model_file(folder, size - 1).is_file() and not model_file(folder, size).is_file()
-
-
 def _list_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     """Return the files whose names match a pattern, in the order of ranks."""
     paths: dict[int, Path] = {}

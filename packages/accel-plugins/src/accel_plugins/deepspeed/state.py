@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_ops.modules import extract_model_from_parallel, replaced_attributes
-from accel_plugins.deepspeed.folder import engine_folder, is_split_over, load_file, model_file, read_folder
+from accel_plugins.deepspeed.folder import engine_folder, load_file, model_file, read_folder
 from accel_plugins.deepspeed.library import (
     GatheredParameters,
     ds_module,
@@ -21,7 +22,6 @@ from accel_plugins.deepspeed.library import (
     is_sharded,
     plain_masters,
 )
-from accel_plugins.deepspeed.tensor import SplitLayers
 from accel_plugins.full_parameters import FullParameters, ParameterSource, named_parameters_of
 from accel_plugins.sharding.shards import group_tied_names
 from accel_plugins.sharding.state import (
@@ -83,7 +83,7 @@ class DeepSpeedStates(States):
         if module is None:
             yield super().full_state_dict(model)
             return
-        layers = SplitLayers(module)
+        layers = _SplitLayers(module)
         masters = _Masters(self.strategy.engine_of(model) if exact else None)
         to_host = any(map(is_sharded, module.parameters()))
         for names, value in group_tied_names(module.state_dict(keep_vars=True)):
@@ -110,7 +110,7 @@ class DeepSpeedStates(States):
         if module is None:
             yield from super().iter_full_parameters(model, request)
             return
-        layers = SplitLayers(module)
+        layers = _SplitLayers(module)
         for names, parameter in named_parameters_of(module.state_dict(keep_vars=True)):
             if not any(map(request.selects, names)):
                 continue
@@ -162,7 +162,7 @@ class DeepSpeedStates(States):
                 f"{some_of(problems, most=20, width=300)}."
             )
         # 2. Copy the weights, and exact values to the master weights; tied ones have several names.
-        masters, layers = _Masters(self.strategy.engine_of(model)), SplitLayers(module)
+        masters, layers = _Masters(self.strategy.engine_of(model)), _SplitLayers(module)
         seen: set[int] = set()
         for name, value in tensors.items():
             if id(value) in seen:
@@ -202,7 +202,7 @@ class DeepSpeedStates(States):
         if not is_flattened(outer):
             return getattr(outer, "optimizer", outer).state_dict() if keep else {}
         flat_states, states, names = outer.optimizer.state, dict[str, Any](), self._names()
-        layers = SplitLayers(owner.engine.module)
+        layers = _SplitLayers(owner.engine.module)
         for group, name, tensor in _trained(owner, names):
             flat: Any = next((flat for flat in _flats(owner, group) if flat in flat_states), None)
             entry: dict[str, Any] = {}
@@ -244,7 +244,7 @@ class DeepSpeedStates(States):
         """Load a state dict that is keyed by parameter name into the optimizer."""
         del optimizer, models
         owner, names, saved = self.strategy.wrapper, self._names(), state["param_groups"]
-        outer, utils, layers = owner.optimizer, ds_module("utils"), SplitLayers(owner.engine.module)
+        outer, utils, layers = owner.optimizer, ds_module("utils"), _SplitLayers(owner.engine.module)
         trained = {name for _, name, _ in _trained(owner, names)}
         check_groups(
             [[*trained.intersection(group["params"])] for group in saved],
@@ -305,8 +305,9 @@ class DeepSpeedStates(States):
         folder = cast("Path", engine_folder(directory, folder_name(index), index))  # local, as `directory`
         # 1. Have the engine load a checkpoint of the same world size and ZeRO stage.
         is_alike = (
-            tensor > 1
-            and is_split_over(folder, tensor)
+            tensor > 1  # and as many ranks have split the saved model
+            and model_file(folder, tensor - 1).is_file()
+            and not model_file(folder, tensor).is_file()
             and load_file(model_file(folder, 0))["dp_world_size"] == engine.dp_world_size
         )
         saved = None if is_alike else read_folder(folder)
@@ -342,6 +343,48 @@ class DeepSpeedStates(States):
         schedule = saved.models[0].get("lr_scheduler")
         if schedule is not None and engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(schedule)
+
+
+class _SplitLayers:
+    """The layers of a model that AutoTP has split; none without AutoTP."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layers: dict[int, list[Any]] = {}  # by the id of each parameter, all of its layer
+        for layer in module.modules():
+            parameters = [*layer.parameters(recurse=False)]
+            if any(getattr(parameter, "ds_is_replaced_module", False) for parameter in parameters):
+                self._layers |= {id(parameter): parameters for parameter in parameters}
+
+    def __contains__(self, value: Any) -> bool:
+        return id(value) in self._layers
+
+    @contextmanager
+    def whole(self, value: Any, part: Tensor | None = None) -> Generator[None]:
+        """Gather a parameter within the block, or a `part` of its shape. A collective over the ranks.
+
+        DeepSpeed's own context splits anew at the end, into memory that its optimizer does not step.
+        """
+        layer = self._layers.get(id(value), [])
+        shards = [parameter.data for parameter in layer]
+        try:
+            if layer and part is not None:
+                value.data = part
+            if layer:
+                layer[0].gather_params(layer)
+            yield
+        finally:
+            for parameter, shard in zip(layer, shards, strict=True):
+                parameter.data = shard
+
+    def shard(self, value: Any, full: Tensor) -> Tensor:
+        """Return this rank's part of a full tensor of a parameter. A collective, as `whole`."""
+        if value not in self:
+            return full
+        layer = self._layers[id(value)]
+        with self.whole(value):
+            value.data = full.to(value.device)
+            layer[0]._tp_partition(layer)
+            return value.data
 
 
 class _Masters:

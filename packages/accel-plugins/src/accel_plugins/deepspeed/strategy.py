@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel_ops.modules import compiled_in_place, unwrap_once, without_compiler
+from accel_ops.modules import compiled_in_place, replaced_attributes, unwrap_once, without_compiler
 from accel_plugins.deepspeed.config import (
     DummyOptim,
     DummyScheduler,
@@ -49,14 +49,7 @@ from accel_plugins.parallelism.config import (
 )
 from accel_plugins.parallelism.sequence import Ulysses
 from accel_plugins.precision import EnginePrecision
-from accel_plugins.strategy import (
-    BatchSharding,
-    Bundle,
-    Feature,
-    Optimizers,
-    Parameters,
-    Strategy,
-)
+from accel_plugins.strategy import BatchSharding, Bundle, Feature, Optimizers, Parameters, Strategy
 from accel_plugins.unsharded import check_materialised
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
@@ -98,7 +91,18 @@ class DeepSpeedStrategy(Strategy):
             length = None if options.sp_seq_length_is_variable else options.sp_seq_length
             self.shard_sequences = replace(self.ulysses.shard, length=length)
         self.tensor_size, self.shapes = tensor_size_of(plugin), dict[str, torch.Size]()
-        self._check_tensor_size(stage)
+        size = self.tensor_size
+        if plugin.get_value("expert_parallel.enabled"):
+            raise UnsupportedError(
+                "expert_parallel in the DeepSpeed configuration: accel shards experts with FSDP2 alone. Use "
+                "ParallelismConfig(ep_size=…) without a DeepSpeedPlugin."
+            )
+        if size > 1 and (stage not in {1, 2} or self.ulysses is not None or topology.world_size % size):
+            raise SettingsError(
+                f"tensor_parallel.autotp_size={size} in the DeepSpeed configuration, with zero stage {stage} "
+                f"and {topology.world_size} processes: use stage 1 or 2, a size that divides the number of "
+                "processes, and no sp_size."
+            )
         sharers = self.tensor_size if self.ulysses is None else self.ulysses.size
         self.sharding = BatchSharding(
             num_shards=topology.world_size // sharers,
@@ -114,21 +118,6 @@ class DeepSpeedStrategy(Strategy):
         first, *_ = self.plugins.values()
         return next((plugin for plugin in self.plugins.values() if plugin.selected), first)
 
-    def _check_tensor_size(self, stage: int) -> None:
-        """Refuse what a configuration cannot have beside AutoTP, and AutoEP."""
-        size, world_size = self.tensor_size, self.runtime.topology.world_size
-        if self.plugin.get_value("expert_parallel.enabled"):
-            raise UnsupportedError(
-                "expert_parallel in the DeepSpeed configuration: accel shards experts with FSDP2 alone. Use "
-                "ParallelismConfig(ep_size=…) without a DeepSpeedPlugin."
-            )
-        if size > 1 and (stage not in {1, 2} or self.ulysses is not None or world_size % size):
-            raise SettingsError(
-                f"tensor_parallel.autotp_size={size} in the DeepSpeed configuration, with zero stage {stage} "
-                f"and {world_size} processes: use stage 1 or 2, a size that divides the number of processes, "
-                "and no sp_size."
-            )
-
     def check(self, bundle: Bundle) -> None:
         fresh = [model for model in bundle.models if not self._is_engine(model)]
         unsharded = [model for model in fresh if not any(map(is_sharded, model.parameters()))]
@@ -136,9 +125,17 @@ class DeepSpeedStrategy(Strategy):
         plugin = self.plugin
         check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.has_engine)
         for model in fresh:
-            if self.ulysses is not None:
-                self.ulysses.validate(model)
-                _check_attention(model, self.sequence_options.sp_attn_implementation or "sdpa")
+            if self.ulysses is None:
+                break
+            self.ulysses.validate(model)
+            wanted = self.sequence_options.sp_attn_implementation or "sdpa"
+            used = getattr(getattr(model, "config", None), "_attn_implementation", wanted)
+            if used != wanted:
+                raise SettingsError(
+                    f"DeepSpeedSequenceParallelConfig(sp_attn_implementation={wanted!r}): "
+                    f"{type(model).__name__} computes attention with {used!r}: build it with "
+                    f"attn_implementation={wanted!r}."
+                )
         if fresh:
             self._configuration(fresh[0], bundle)
         if fresh and plugin.transformer_moe_cls_names:
@@ -302,7 +299,7 @@ class DeepSpeedStrategy(Strategy):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         owner = self.engine_of(model)
-        return nullcontext() if owner is None else owner.accumulate_without_step()
+        return nullcontext() if owner is None else replaced_attributes(owner, {"accumulates": True})
 
     def clip_grad_norm(
         self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
@@ -372,16 +369,6 @@ def _mesh_of(runtime: Runtime, handlers: Mapping[type, Any]) -> Any:
 def tensor_size_of(plugin: DeepSpeedPlugin) -> int:
     """Return over how many ranks AutoTP of a configuration splits layers."""
     return plugin.get_value("tensor_parallel.autotp_size") or 1
-
-
-def _check_attention(model: nn.Module, wanted: str) -> None:
-    """Refuse a model that computes another attention than the options of sequence parallelism name."""
-    used = getattr(getattr(model, "config", None), "_attn_implementation", wanted)
-    if used != wanted:
-        raise SettingsError(
-            f"DeepSpeedSequenceParallelConfig(sp_attn_implementation={wanted!r}): {type(model).__name__} "
-            f"computes attention with {used!r}: build it with attn_implementation={wanted!r}."
-        )
 
 
 def configuration_of(

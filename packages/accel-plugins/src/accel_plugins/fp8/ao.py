@@ -221,13 +221,6 @@ def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_typ
 
 def config_of(handler: AORecipeKwargs, device: torch.device, *, sharded: bool) -> Any:
     """Return the configuration of torchao for a handler on a device; only FSDP2 all-gathers in 8 bits."""
-    config = _config(handler, device)
-    if getattr(config, "enable_fsdp_float8_all_gather", False) and not sharded:
-        return replace(config, enable_fsdp_float8_all_gather=False)
-    return config
-
-
-def _config(handler: AORecipeKwargs, device: torch.device) -> Any:
     named = "tensorwise" if handler.is_default else handler.config
     if named == "mxfp8":
         training = import_module("torchao.prototype.moe_training.config")
@@ -240,15 +233,18 @@ def _config(handler: AORecipeKwargs, device: torch.device) -> Any:
                 f"or newer (Blackwell), which {device} is not. Use 'rowwise'."
             )
         return make(recipes.MXFP8_RCEIL)
-    if not isinstance(named, str):
-        return named
-    return replace(
-        _float8().Float8LinearConfig.from_recipe_name(named),
-        pad_inner_dim=bool(handler.pad_inner_dim),
-        enable_fsdp_float8_all_gather=bool(handler.enable_fsdp_float8_all_gather),
-        force_recompute_fp8_weight_in_bwd=bool(handler.force_recompute_fp8_weight_in_bwd),
-        emulate=device.type == "cpu",
-    )
+    config: Any = named
+    if isinstance(named, str):
+        config = replace(
+            _float8().Float8LinearConfig.from_recipe_name(named),
+            pad_inner_dim=bool(handler.pad_inner_dim),
+            enable_fsdp_float8_all_gather=bool(handler.enable_fsdp_float8_all_gather),
+            force_recompute_fp8_weight_in_bwd=bool(handler.force_recompute_fp8_weight_in_bwd),
+            emulate=device.type == "cpu",
+        )
+    if getattr(config, "enable_fsdp_float8_all_gather", False) and not sharded:
+        return replace(config, enable_fsdp_float8_all_gather=False)
+    return config
 
 
 def _convert(

@@ -140,8 +140,10 @@ class HostAdamW(torch.optim.Optimizer):
             self._versions[parameter] = value._version
         if self._overlaps is None:
             self._overlaps = bool(self._seen) and all(
-                parameter.grad is not None and _is_unchanged(parameter.grad, *seen)
-                for parameter, seen in self._seen.items()
+                parameter.grad is not None
+                and local_part(parameter.grad)._version == version
+                and torch.equal(_sample(parameter.grad), sample)  # loss scaling divides without a new version
+                for parameter, (version, sample) in self._seen.items()
             )
         self._begun.clear()
         self._seen.clear()
@@ -278,11 +280,6 @@ class HostAdamW(torch.optim.Optimizer):
         master = local_part(state["master"])
         changed = master.to(value.dtype) != value
         master.copy_(torch.where(changed, value.float(), master))
-
-
-def _is_unchanged(gradient: Tensor, version: int, sample: Tensor) -> bool:
-    """Return whether a gradient is unchanged; loss scaling divides it without a new version."""
-    return local_part(gradient)._version == version and torch.equal(_sample(gradient), sample)
 
 
 def _sample(gradient: Tensor) -> Tensor:

@@ -98,7 +98,12 @@ def orthogonalize_sharded(
     shared: list[_Matrix] = []
     for index, parameter in enumerate(parameters):
         if is_packed(parameter):
-            write(index, ..., _orthogonalize_packed(parameter, read(index, ...), orthogonalize))
+            # Shards have several slices: every rank gathers all, and keeps its shard of the result.
+            update = read(index, ...).to(parameter.device_mesh.device_type)
+            full = with_local(parameter, update).full_tensor()
+            results = [orthogonalize(matrix) for matrix in full.view(-1, *full.shape[-2:])]
+            shard: Any = shard_like(torch.stack(results).view(full.shape), parameter)
+            write(index, ..., shard._local_tensor)
             continue
         key = (parameter.device_mesh, parameter.placements, parameter.shape)
         layout = layouts.get(key) or layouts.setdefault(key, ShardLayout.of(parameter))
@@ -196,11 +201,3 @@ def _exchange(
     sizes = (row + [0] * (size - len(row)) for row in (counts, leaving))
     dist.all_to_all_single(received, buffer, *sizes, group=group)
     return [part.view(shape) for part, shape in zip(received.split(counts), shapes, strict=True)]
-
-
-def _orthogonalize_packed(parameter: DTensor, update: Tensor, orthogonalize: Orthogonalize) -> Tensor:
-    """Orthogonalise where shards have several slices: every rank gathers all and returns its shard."""
-    full = with_local(parameter, update.to(parameter.device_mesh.device_type)).full_tensor()
-    results = [orthogonalize(matrix) for matrix in full.view(-1, *full.shape[-2:])]
-    shard: Any = shard_like(torch.stack(results).view(full.shape), parameter)
-    return shard._local_tensor

@@ -88,11 +88,17 @@ class Pipeline:
 
     def watch(self) -> None:
         """Record the output of each stage's last module; called once the stages are sharded."""
+
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            del module, args
+            if self._stage is not None:  # not when activations are recomputed
+                self._produced = output
+
         modules = [module for stage in self.stages for module in stage.modules()]
         self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
         for stage in self.stages:
             if not stage.is_last:
-                stage.units[-1].register_forward_hook(self._keep)
+                stage.units[-1].register_forward_hook(keep)
 
     def train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, accumulation: int) -> Any:
         """Run forward and backward passes of all micro-batches; return the output with only the loss.
@@ -234,11 +240,6 @@ class Pipeline:
     def _show(self, own: Mapping[int, nn.Module]) -> None:
         for position, (owner, key) in enumerate(self._slots):
             owner.register_module(key, own.get(position, self._absent[position]))
-
-    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
-        del module, args
-        if self._stage is not None:  # not when activations are recomputed
-            self._produced = output
 
     def _schedule(self, rows: int, length: int | None) -> tuple[Any, list[PipelineStage]]:
         """Return the schedule for batches of a shape, and its stages; collective for a new shape."""

@@ -64,7 +64,19 @@ def lay_out(model: nn.Module, config: TorchPipelineParallelConfig, size: int) ->
     if config.pp_split_points is None:
         starts = balance(_sizes(model, names), count)
     else:
-        starts = [0, *_indices(kind, names, config.pp_split_points, count)]
+        points, about = config.pp_split_points, f"pp_split_points={[*config.pp_split_points]!r}"
+        for point in points:
+            if point not in names:
+                hint = did_you_mean(point, names, f"it has {', '.join(names[:20])}.", cutoff=0.4)
+                raise SettingsError(
+                    f"{about}: {kind} has no module {point!r} that stages may begin with; {hint}"
+                )
+        starts = [0, *(names.index(point) for point in points)]
+        if len(starts) != count or starts != sorted({*starts}):
+            raise SettingsError(
+                f"{about}: {count} stages begin with {count - 1} modules behind the first ({names[0]!r}), in "
+                "the order of the model."
+            )
     ranks = [stage % size for stage in range(count)]
     if config.pp_schedule == "ZBVZeroBubble":  # the second half of the stages has the ranks in reverse
         ranks = [min(stage, count - 1 - stage) for stage in range(count)]
@@ -124,21 +136,6 @@ def balance(sizes: Sequence[int], count: int) -> list[int]:
         end = best(end, parts)[1]
         starts.insert(0, end)
     return starts
-
-
-def _indices(kind: str, names: Sequence[str], points: Sequence[str], count: int) -> list[int]:
-    about = f"pp_split_points={[*points]!r}"
-    for point in points:
-        if point not in names:
-            hint = did_you_mean(point, names, f"it has {', '.join(names[:20])}.", cutoff=0.4)
-            raise SettingsError(f"{about}: {kind} has no module {point!r} that stages may begin with; {hint}")
-    indices = [names.index(point) for point in points]
-    if len(indices) != count - 1 or indices != sorted({*indices}) or indices[0] == 0:
-        raise SettingsError(
-            f"{about}: {count} stages begin with {count - 1} modules behind the first ({names[0]!r}), in the "
-            "order of the model."
-        )
-    return indices
 
 
 class Leave(BaseException):

@@ -16,13 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from accel_ops.modules import without_compiler
 from accel_plugins.full_parameters import FullParameters, ParameterSource, named_parameters_of
 from accel_plugins.sharding.shards import ShardedStates, gather_full_tensor
-from accel_plugins.sharding.state import (
-    ABSENT,
-    StateAllocator,
-    StateForm,
-    model_variables,
-    state_by_index,
-)
+from accel_plugins.sharding.state import ABSENT, StateAllocator, StateForm, model_variables, state_by_index
 from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:

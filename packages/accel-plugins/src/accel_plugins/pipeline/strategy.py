@@ -21,7 +21,7 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.parallelism.attention import text_config
 from accel_plugins.parallelism.config import Axes, TorchPipelineParallelConfig, axes_of
 from accel_plugins.pipeline.engine import Pipeline
-from accel_plugins.pipeline.stages import Layout, lay_out
+from accel_plugins.pipeline.stages import lay_out
 from accel_plugins.pipeline.state import ModelNames, PipelineStates
 from accel_plugins.sharding.shards import gather_full_tensor, shard_like
 from accel_plugins.sharding.state import StateForm
@@ -227,17 +227,14 @@ def _check(model: nn.Module, *, options: TorchPipelineParallelConfig, size: int,
             "instead of pp_size."
         )
     layout = lay_out(model, options, size)
-    if is_sharded:
-        _validate_shards(model, layout)
-
-
-def _validate_shards(model: nn.Module, layout: Layout) -> None:
-    """Refuse models whose stages FSDP2 cannot shard separately."""
+    if not is_sharded:
+        return
+    # FSDP2 shards each stage separately.
     covered = {id(p) for name in layout.names for p in model.get_submodule(name).parameters()}
     outside = [name for name, parameter in model.named_parameters() if id(parameter) not in covered]
     if outside:
         raise SettingsError(
-            f"{type(model).__name__}: the parameter {outside[0]!r} is in no module of a stage, so that FSDP2 "
+            f"{kind}: the parameter {outside[0]!r} is in no module of a stage, so that FSDP2 "
             "cannot shard it with one: put it into a module, or leave out dp_shard_size and "
             "dp_replicate_size."
         )
@@ -248,7 +245,7 @@ def _validate_shards(model: nn.Module, layout: Layout) -> None:
                 known, owner = first.setdefault(id(parameter), (stage, rank))
                 if known != stage and owner == rank:
                     raise SettingsError(
-                        f"{type(model).__name__}: {name}.{leaf} is tied to a parameter of another stage of "
+                        f"{kind}: {name}.{leaf} is tied to a parameter of another stage of "
                         "the same rank, and FSDP2 shards each stage by itself: choose another pp_schedule, "
                         "or leave out dp_shard_size and dp_replicate_size."
                     )

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Generator, Iterable, Mapping
 from datetime import timedelta
 from importlib import import_module
+from itertools import chain
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -18,10 +19,11 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accel_ops.tree import local_part
 from accel_plugins.kwargs import ReplicaSyncKwargs
-from accel_plugins.torchft.shards import as_shards, load_optimizer, load_tensors, tensors_of
+from accel_plugins.sharding.shards import with_local
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
 
@@ -67,6 +69,7 @@ class ReplicaGroups:
         self._tensors: list[dict[str, Tensor]] = []  # of the models
         self._has_begun = False
         self.apart: ReplicaSyncKwargs | None = strategy.handlers.get(ReplicaSyncKwargs)
+        self._unit = "step" if self.apart is None else "sync"  # in which the manager counts, for messages
         self._sync: Any = None
         self._store: Any = None
         self._read: Callable[[], StateDict] = dict
@@ -149,7 +152,8 @@ class ReplicaGroups:
             return
         self._is_open = True
         for model in self.models[len(self._tensors) :]:
-            self._tensors.append(tensors_of(model))
+            state = model.state_dict(keep_vars=True)  # FSDP2 reshards a model when this is built
+            self._tensors.append({name: one for name, one in state.items() if isinstance(one, Tensor)})
         if self.manager is None:
             self._begin()
         else:
@@ -330,8 +334,8 @@ class ReplicaGroups:
         """Return the state that heals another group; called in the quorum's thread."""
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         return {
-            "models": as_shards(self._tensors),
-            "optimizers": as_shards(optimizers),
+            "models": _as_shards(self._tensors),
+            "optimizers": _as_shards(optimizers),
             "shared": self._read(),
         }
 
@@ -340,9 +344,10 @@ class ReplicaGroups:
         step = self.manager.current_step()
         if step or self._has_begun:  # else the weights of the first group are awaited
             for tensors, own in zip(self._tensors, state["models"], strict=True):
-                load_tensors(tensors, own)
+                for name, tensor in tensors.items():
+                    local_part(tensor.detach()).copy_(own[name])
         for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
-            load_optimizer(optimizer, own)
+            _load_optimizer(optimizer, own)
         # A group that trains independently sends its state after it has counted the step.
         positions = self._restore(state["shared"], self.apart is None and not self._is_open)
         if step:
@@ -381,7 +386,31 @@ class ReplicaGroups:
             )
         self._warn("From %s %d on %d of %d replica groups train.", self._unit, step, present, groups)
 
-    @property
-    def _unit(self) -> str:
-        """The unit in which the manager counts, for messages."""
-        return "step" if self.apart is None else "sync"
+
+def _as_shards(state: Any) -> Any:
+    """Replace the `DTensor`s in nested dictionaries and lists by this rank's local tensors."""
+    if isinstance(state, DTensor):
+        return local_part(state.detach())
+    if isinstance(state, Mapping):
+        return {key: _as_shards(value) for key, value in state.items()}
+    return [_as_shards(value) for value in state] if isinstance(state, list) else state
+
+
+def _load_optimizer(optimizer: Optimizer, state: StateDict) -> None:
+    """Load another rank's state, a result of `_as_shards`, into an optimizer of sharded parameters."""
+    saved = chain.from_iterable(group["params"] for group in state["param_groups"])
+    current = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    parameters = dict(zip(saved, current, strict=True))
+    values = {
+        index: {key: _sharded_like(parameters[index], value) for key, value in own.items()}
+        for index, own in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": values})
+
+
+def _sharded_like(parameter: Any, value: Any) -> Any:
+    """Return a value in the shape of a parameter's shard as a `DTensor` like the parameter."""
+    is_shard = isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.dim() > 0
+    if not is_shard or value.shape != local_part(parameter).shape:
+        return value
+    return with_local(parameter, value.to(parameter.device))
