@@ -16,7 +16,7 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import DataLoaderConfiguration, GradScalerKwargs
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_plugins.megatron.state import iter_masters, named_optimizer_state
+from accel_plugins.megatron.state import MegatronStates
 from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_train import Accelerator
 from harness import distributed
@@ -257,10 +257,10 @@ def test_states_are_gathered_one_parameter_at_a_time():
         sizes = [4 * parameter.numel() for parameter in engine.parameters()]
         gc.collect()
         before = bytes_of_tensors()
-        for part in iter_masters(engine):
-            held.append(bytes_of_tensors() - before)
-            del part
-        named_optimizer_state(engine, run[2].optimizer, lambda _: held.append(bytes_of_tensors() - before))
+        states = MegatronStates(run[0].device)
+        with patch.object(states, "_shard", lambda _: held.append(bytes_of_tensors() - before)):
+            states.model_tensors(engine)
+            states.optimizer_tensors(run[2].optimizer, [engine])
         run[0].free_memory()
     assert max(held) <= 4 * max(sizes) < sum(sizes)
 

@@ -187,6 +187,7 @@ class SpmdStrategy(Strategy):
             mesh = spmd.Mesh([*range(count)], (count, 1), (AXIS, "model"))
             spmd.set_global_mesh(mesh)
         self._plugin, self._xla_mesh = plugin, mesh
+        self._recomputes = bool(plugin.xla_fsdp_grad_ckpt or plugin.activation_checkpointing)
         self.states = SpmdStates(runtime.device, lambda: StateForm.FULL)
         self.shard_sequences = partial(recursively_apply, partial(_move_sharded, mesh, runtime))
         self.after_micro_batch = self.after_step = own.flush
@@ -229,10 +230,6 @@ class SpmdStrategy(Strategy):
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
             super().backward(loss, accumulation=accumulation, sync=sync, **kwargs)
 
-    @property
-    def _recomputes(self) -> bool:
-        return bool(self._plugin.xla_fsdp_grad_ckpt or self._plugin.activation_checkpointing)
-
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
         return blocks(model, fsdp2_prepare_auto_wrap_policy(self._plugin, model), set())
 
@@ -273,19 +270,11 @@ def _shard_state(mesh: Any, optimizer: Optimizer, *_: Any) -> None:
 
 def shard(tensor: Tensor, mesh: Any) -> None:
     """Shard a tensor along its largest dimension, unless it is sharded or has none."""
-    if tensor.dim() and not library()._XLAC._get_xla_sharding_spec(tensor):
-        xla_module("distributed.spmd").mark_sharding(tensor, mesh, largest_dim(tensor.shape))
-
-
-def largest_dim(shape: Sequence[int]) -> tuple[str | None, ...]:
-    """Return the partition of a parameter: its largest dimension is sharded.
-
-    Example:
-        >>> largest_dim((8, 16)), largest_dim(())
-        ((None, 'fsdp'), ())
-    """
-    largest = max(range(len(shape)), key=lambda dim: shape[dim], default=None)
-    return tuple(AXIS if dim == largest else None for dim in range(len(shape)))
+    dims = range(tensor.dim())
+    if dims and not library()._XLAC._get_xla_sharding_spec(tensor):
+        largest = max(dims, key=lambda dim: tensor.shape[dim])
+        partition = tuple(AXIS if dim == largest else None for dim in dims)
+        xla_module("distributed.spmd").mark_sharding(tensor, mesh, partition)
 
 
 def first_dim(tensor: Tensor) -> tuple[str | None, ...]:

@@ -138,22 +138,6 @@ def with_all_micro_batches(loader: Any, plugin: MegatronLMPlugin) -> Any:
     return DataLoader(loader.dataset, batch_size=loader.batch_size * number, **options)
 
 
-def micro_batch_sizes(loaders: Sequence[Any]) -> list[int]:
-    """Return the batch sizes of loaders and of placeholders for them.
-
-    Example:
-        >>> micro_batch_sizes([MegatronLMDummyDataLoader(micro_batch_size=4), DataLoader([1], batch_size=2)])
-        [4, 2]
-    """
-    sizes = [
-        loader.dataset_args.get("micro_batch_size")
-        if isinstance(loader, MegatronLMDummyDataLoader)
-        else getattr(loader, "batch_size", None)
-        for loader in loaders
-    ]
-    return [size for size in sizes if size]
-
-
 def with_real_loaders(loaders: Sequence[Any], context: Any) -> list[Any]:
     """Replace placeholders with loaders: the first occurrence of one trains, further ones evaluate.
 

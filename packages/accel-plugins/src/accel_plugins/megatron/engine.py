@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
@@ -15,16 +14,9 @@ from torch import Tensor, nn
 
 from accel_plugins.megatron.families import ModelFamily
 from accel_plugins.megatron.library import core, without_core_warnings
-from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_plugins.megatron.train_steps import (
-    IGNORED,
-    AbstractTrainStep,
-    BertTrainStep,
-    GPTTrainStep,
-    T5TrainStep,
-)
+from accel_plugins.megatron.train_steps import IGNORED
 from accel_state import hang_monitor
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.state import PlacedWeight
@@ -315,24 +307,3 @@ _SEQUENCES = ("input_ids", "tokens", "text", "text_enc", "decoder_input_ids", "t
 _TOKENS = ("input_ids", "decoder_input_ids")
 _LOGITS = ("logits", "order logits")
 """Train steps' names of the logits of tokens or classes, and of sentence order."""
-
-
-_TRAIN_STEPS: dict[str, Callable[..., AbstractTrainStep]] = {
-    "bert": BertTrainStep,
-    "gpt": GPTTrainStep,
-    "t5": T5TrainStep,
-}
-
-
-def train_step_of(plugin: MegatronLMPlugin, context: Any) -> AbstractTrainStep:
-    """Build the train step of a run; `context` has the `state` and the `device` of an accelerator."""
-    own, args = plugin.custom_train_step_class, Namespace(**plugin.megatron_lm_default_args)
-    if own is not None:
-        return own(context, args, **(plugin.custom_train_step_kwargs or {}))
-    kind: Any = getattr(args, "model_type_name", None)
-    if kind not in _TRAIN_STEPS:
-        raise UnsupportedError(
-            f"There is no train step for a model of the type {kind!r}: give MegatronLMPlugin a "
-            "custom_train_step_class."
-        )
-    return _TRAIN_STEPS[kind](context, args)

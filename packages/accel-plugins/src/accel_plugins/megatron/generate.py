@@ -48,25 +48,20 @@ def generate(
         groups = core("parallel_state")
         dist.broadcast(seeds, groups.get_model_parallel_src_rank(), groups.get_model_parallel_group())
         seed = int(seeds)
-    model = full_model(engine).to(inputs.device)
-    with torch.random.fork_rng([inputs.device] if inputs.is_cuda else []):
-        torch.manual_seed(seed or 0)
-        tokens = model.generate(inputs, attention_mask=mask, **options)
-    # 3. Put back padding on the right.
-    return _roll(tokens, -shifts.repeat_interleave(len(tokens) // len(inputs), dim=0))
-
-
-def full_model(engine: MegatronEngine) -> Any:
-    """Return a copy of the model of transformers with the full weights; all ranks of a replica call it."""
-    aliases = find_aliases(engine)
-    model: Any = copy.deepcopy(engine.source)
+    # 3. Gather the full weights into a copy of the model.
+    model, aliases = copy.deepcopy(model), find_aliases(engine)
     state: dict[str, Tensor] = {}
     for part in gather(engine, lambda row: row.parameter.detach(), engine.transformer_config.params_dtype):
         for name, value in part.items():
             state |= dict.fromkeys(aliases[name], value.clone())
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
-    return model.eval()
+    model = model.eval().to(inputs.device)
+    with torch.random.fork_rng([inputs.device] if inputs.is_cuda else []):
+        torch.manual_seed(seed or 0)
+        tokens = model.generate(inputs, attention_mask=mask, **options)
+    # 4. Put back padding on the right.
+    return _roll(tokens, -shifts.repeat_interleave(len(tokens) // len(inputs), dim=0))
 
 
 def _roll(rows: Tensor, shifts: Tensor) -> Tensor:

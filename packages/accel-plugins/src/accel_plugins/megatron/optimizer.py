@@ -12,12 +12,7 @@ from torch import nn
 
 from accel_plugins.kwargs import GradScalerKwargs
 from accel_plugins.megatron.library import core
-from accel_plugins.megatron.plugin import (
-    UNSUPPORTED,
-    MegatronLMPlugin,
-    optimizer_args,
-    scheduler_arguments,
-)
+from accel_plugins.megatron.plugin import UNSUPPORTED, MegatronLMPlugin, optimizer_args, scheduler_arguments
 from accel_plugins.precision import DTYPES
 from accel_state.errors import SettingsError, did_you_mean
 

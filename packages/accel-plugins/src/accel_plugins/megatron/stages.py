@@ -142,7 +142,9 @@ def build_bert(config: Any, arguments: dict[str, Any], vocabulary: int, **stage:
 
         embedding.register_forward_hook(normed)
     if stage["post_process"] and labels is not None:
-        made.lm_head, made.output_layer = _NoHead(), _NoOutputLayer()
+        made.lm_head, made.output_layer = nn.Module(), nn.Module()  # it has no head for masked tokens
+        made.lm_head.forward = lambda hidden_states: hidden_states
+        made.output_layer.forward = lambda hidden_states, **_: (hidden_states, None)
         made.binary_head = nn.Sequential(nn.Dropout(dropout), nn.Linear(config.hidden_size, labels))
     return made
 
@@ -167,21 +169,6 @@ class NormAfter(nn.Module):
             return self.norm(residual + functional.dropout(output, dropout, training))
 
         return add
-
-
-class _NoHead(nn.Module):
-    """Replaces the head for masked tokens, which a classifier does not have; called by keyword."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states
-
-
-class _NoOutputLayer(nn.Module):
-    """Replaces the output layer, which a classifier does not have."""
-
-    def forward(self, hidden_states: Tensor, weight: Any = None) -> tuple[Tensor, None]:
-        del weight
-        return hidden_states, None
 
 
 def build_t5(config: Any, arguments: dict[str, Any], vocabulary: int, **stage: Any) -> nn.Module:

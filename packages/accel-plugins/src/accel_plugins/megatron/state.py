@@ -26,7 +26,7 @@ from accel_plugins.megatron.engine import MegatronEngine
 from accel_plugins.megatron.families import Packing, Weight, plain_name
 from accel_plugins.megatron.library import core
 from accel_plugins.sharding.shards import ShardedStates, group_tied_names, source_of
-from accel_plugins.sharding.state import StateAllocator, StateForm, check_groups, state_by_name
+from accel_plugins.sharding.state import StateAllocator, check_groups, state_by_name
 from accel_plugins.strategy import StateDict
 from accel_state.errors import CheckpointError, SettingsError, UnsupportedError
 from accel_state.frozen import frozen
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 class MegatronStates(ShardedStates):
     """State dicts of engines under the names of transformers, as DTensors or gathered from all stages."""
 
-    def form(self) -> StateForm:
-        return StateForm.SHARDED
-
     def model_tensors(self, model: nn.Module) -> StateDict:
         """Return the sharded state dict of a model, in float32."""
         if not isinstance(model, MegatronEngine):
@@ -51,7 +48,13 @@ class MegatronStates(ShardedStates):
         aliases = find_aliases(model)
         weights = {*chain.from_iterable(aliases.values())}
         state = {name: value for name, value in model.source.state_dict().items() if name not in weights}
-        for part in iter_masters(model):
+        slots = find_slots(model)
+
+        def value_of(row: PlacedWeight) -> Tensor:  # the optimizer's float32 copy, if it steps the weight
+            is_stepped = model.optimizer is not None and row.parameter.requires_grad
+            return _full_value(slots, row.parameter, None) if is_stepped else row.parameter.detach()
+
+        for part in gather(model, value_of, torch.float32):
             for name, value in part.items():
                 state |= dict.fromkeys(aliases[name], self._shard(value))
         return state
@@ -76,14 +79,33 @@ class MegatronStates(ShardedStates):
             row.parameter.copy_(value)
             if (slot := slots.get(row.parameter)) is not None:  # its float32 copy is more precise
                 slot.master.copy_(slot.own(value).reshape(slot.master.shape))
-        result = nn.Module().load_state_dict({})
-        return result._replace(missing_keys=missing, unexpected_keys=unexpected)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         return self.load_model(model, dict(state), **options)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        return named_optimizer_state(_engine_of(optimizer, models), optimizer, self._shard)
+        engine = _engine_of(optimizer, models)
+        _check_names(engine)
+        slots, is_adam = find_slots(engine), not isinstance(optimizer, SGD)
+        keys = ("exp_avg", "exp_avg_sq") if is_adam else ("momentum_buffer",)
+        has_state = is_adam or any(group["momentum"] for group in optimizer.param_groups)
+        state: dict[str, dict[str, Any]] = {}
+        for key in keys if engine.steps and has_state and not engine.plugin.no_save_optim else ():
+            parts = gather(
+                engine,
+                lambda row, key=key: _full_value(slots, row.parameter, key),
+                torch.float32,
+                trained=True,
+            )
+            for name, value in chain.from_iterable(part.items() for part in parts):
+                steps = {_STEP: torch.tensor(float(engine.steps), device="cpu")} if is_adam else {}
+                state.setdefault(name, steps)[key] = self._shard(value)
+        groups = [
+            {**group, "params": [*names]}
+            for group, names in zip(optimizer.param_groups, engine.optimizer_names, strict=True)
+        ]
+        return {"state": state, "param_groups": groups}
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Return an allocator of even shards; scalars are replicated."""
@@ -168,46 +190,6 @@ def _check_names(engine: MegatronEngine) -> None:
             "The model was made by custom_model_provider_function: Megatron does not know what its weights "
             "are called in transformers. Read its own, model.chunks[i].module.state_dict()."
         )
-
-
-def iter_masters(engine: MegatronEngine) -> Iterator[dict[str, Tensor]]:
-    """Yield float32 weights under the names of transformers, of the optimizer if it steps them.
-
-    Called on every rank.
-    """
-    slots = find_slots(engine)
-
-    def value_of(row: PlacedWeight) -> Tensor:
-        is_stepped = engine.optimizer is not None and row.parameter.requires_grad
-        return _full_value(slots, row.parameter, None) if is_stepped else row.parameter.detach()
-
-    yield from gather(engine, value_of, torch.float32)
-
-
-def named_optimizer_state(
-    engine: MegatronEngine, optimizer: Optimizer, convert: Callable[[Tensor], Any]
-) -> StateDict:
-    """Return the optimizer's state dict by weight name; each tensor is converted when it is gathered.
-
-    Called on every rank.
-    """
-    _check_names(engine)
-    slots, is_adam = find_slots(engine), not isinstance(optimizer, SGD)
-    keys = ("exp_avg", "exp_avg_sq") if is_adam else ("momentum_buffer",)
-    has_state = is_adam or any(group["momentum"] for group in optimizer.param_groups)
-    state: dict[str, dict[str, Any]] = {}
-    for key in keys if engine.steps and has_state and not engine.plugin.no_save_optim else ():
-        parts = gather(
-            engine, lambda row, key=key: _full_value(slots, row.parameter, key), torch.float32, trained=True
-        )
-        for name, value in chain.from_iterable(part.items() for part in parts):
-            steps = {_STEP: torch.tensor(float(engine.steps), device="cpu")} if is_adam else {}
-            state.setdefault(name, steps)[key] = convert(value)
-    groups = [
-        {**group, "params": [*names]}
-        for group, names in zip(optimizer.param_groups, engine.optimizer_names, strict=True)
-    ]
-    return {"state": state, "param_groups": groups}
 
 
 _STEP = "step"

@@ -19,11 +19,10 @@ from accel_plugins.kwargs import GradScalerKwargs
 from accel_plugins.megatron.data import (
     MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler,
-    micro_batch_sizes,
     with_all_micro_batches,
     with_real_loaders,
 )
-from accel_plugins.megatron.engine import MegatronEngine, train_step_of
+from accel_plugins.megatron.engine import MegatronEngine
 from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.generate import generate
 from accel_plugins.megatron.library import (
@@ -49,17 +48,12 @@ from accel_plugins.megatron.optimizer import (
 from accel_plugins.megatron.plugin import MegatronLMPlugin, check_model, optimizer_args
 from accel_plugins.megatron.stages import build_stages
 from accel_plugins.megatron.state import MegatronStates, drop_values, find_rows, load, share_values
+from accel_plugins.megatron.train_steps import train_step_of
 from accel_plugins.optimizer import AcceleratedScheduler
 from accel_plugins.parallelism.config import mesh_of
 from accel_plugins.precision import EnginePrecision
-from accel_plugins.strategy import (
-    BatchSharding,
-    Bundle,
-    Feature,
-    Optimizers,
-    Parameters,
-    Strategy,
-)
+from accel_plugins.sharding.state import StateForm
+from accel_plugins.strategy import BatchSharding, Bundle, Feature, Optimizers, Parameters, Strategy
 from accel_plugins.unsharded import check_materialised
 from accel_state import process_group
 from accel_state.accelerator_state import AcceleratorState
@@ -106,7 +100,7 @@ class MegatronStrategy(Strategy):
         self._is_ready = False  # Gradients are unscaled, and finite.
         self._schedules: list[MegatronSchedule] = []
         self.clipping, self.scaling = plugin.gradient_clipping or 0.0, handlers.get(GradScalerKwargs)
-        self.states = MegatronStates(runtime.device)
+        self.states = MegatronStates(runtime.device, lambda: StateForm.SHARDED)
         self.sharding, self.mesh = batch_sharding(plugin, groups), mesh_of(runtime.device.type, groups.axes)
         self.precision = EnginePrecision(
             name=self.precision.name,
@@ -122,7 +116,13 @@ class MegatronStrategy(Strategy):
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Build the stages of a transformers model, and Megatron's optimizer from PyTorch's."""
         plugin, loaders = self.plugin, bundle.dataloaders
-        if sizes := micro_batch_sizes(loaders):
+        sizes = [
+            loader.dataset_args.get("micro_batch_size")
+            if isinstance(loader, MegatronLMDummyDataLoader)
+            else getattr(loader, "batch_size", None)
+            for loader in loaders
+        ]
+        if sizes := [size for size in sizes if size]:
             plugin.set_training_args((min if plugin.is_train_batch_min else max)(sizes), self.groups.data)
         if any(isinstance(loader, MegatronLMDummyDataLoader) for loader in loaders):
             plugin.megatron_lm_default_args["megatron_dataset_flag"] = True
@@ -354,9 +354,9 @@ def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
     """
     tensor, pipeline = plugin.tp_degree or 1, plugin.pp_degree or 1
     context = plugin.context_parallel_size or 1
-    data, rest = divmod(world_size, tensor * pipeline * context)
+    size = tensor * pipeline * context
+    data, rest = divmod(world_size, size)
     if rest:
-        size = tensor * pipeline * context
         raise SettingsError(
             f"tp_degree={tensor}, pp_degree={pipeline} and context_parallel_size={context} make groups of "
             f"{size} ranks, into which {world_size} cannot be divided: start a multiple of {size} processes, "

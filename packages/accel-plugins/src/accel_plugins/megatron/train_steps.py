@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from torch.nn import functional
 from accel_plugins.megatron.library import core, load_library, uses_transformer_engine
 from accel_plugins.megatron.stages import gather_chunks, own_chunks, sum_over_context
 from accel_state.errors import SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from accel_plugins.megatron.plugin import MegatronLMPlugin
 
 IGNORED = -100
 """The label of tokens that the loss ignores."""
@@ -419,3 +422,18 @@ class T5TrainStep(_TokenTrainStep):
     def _read_indexed(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         *inputs, first, second, third = super()._read_indexed(batch)
         return *inputs, first < 0.5, second < 0.5, third < 0.5
+
+
+def train_step_of(plugin: MegatronLMPlugin, context: Any) -> AbstractTrainStep:
+    """Build the train step of a run; `context` has the `state` and the `device` of an accelerator."""
+    own, args = plugin.custom_train_step_class, Namespace(**plugin.megatron_lm_default_args)
+    if own is not None:
+        return own(context, args, **(plugin.custom_train_step_kwargs or {}))
+    kind: Any = getattr(args, "model_type_name", None)
+    steps: dict[str, Any] = {"bert": BertTrainStep, "gpt": GPTTrainStep, "t5": T5TrainStep}
+    if kind not in steps:
+        raise UnsupportedError(
+            f"There is no train step for a model of the type {kind!r}: give MegatronLMPlugin a "
+            "custom_train_step_class."
+        )
+    return steps[kind](context, args)
