@@ -7,8 +7,8 @@ each block: names in state dicts are unchanged.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 
 from accel_ops import broadcast
+from accel_ops.modules import replaced_attributes
 from accel_ops.tree import recursively_apply, walk
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.fsdp.blocks import blocks, fsdp2_prepare_auto_wrap_policy
@@ -71,14 +72,9 @@ class XlaStrategy(Strategy):
             self._models[model] = None
         return replace(bundle, models=models)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Generator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         del model
-        before, self._is_local = self._is_local, True
-        try:
-            yield
-        finally:
-            self._is_local = before
+        return replaced_attributes(self, {"_is_local": True})
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
         """Average the gradients after the pass; the average of an average is the same."""

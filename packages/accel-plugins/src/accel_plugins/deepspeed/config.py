@@ -179,12 +179,6 @@ class DummyOptim(FromConfiguration):
         self.weight_decay = weight_decay
         self.kwargs = kwargs
 
-    def groups(self) -> list[list[Tensor]]:
-        """Return the parameters, group by group."""
-        if self.params and isinstance(self.params[0], dict):
-            return [[*group["params"]] for group in self.params]
-        return [[*self.params]]
-
 
 class DummyScheduler(FromConfiguration):
     """Placeholder for the learning rate scheduler that the DeepSpeed configuration describes.
@@ -213,20 +207,6 @@ class DummyScheduler(FromConfiguration):
         self.warmup_num_steps = warmup_num_steps
         self.lr_scheduler_callable = lr_scheduler_callable
         self.kwargs = kwargs
-
-
-def config_for_models(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration for building models: without `"auto"` values, and with a batch size.
-
-    Example:
-        >>> config_for_models({"train_batch_size": "auto", "zero_optimization": {"stage": 3}})
-        {'zero_optimization': {'stage': 3}, 'train_micro_batch_size_per_gpu': 1}
-    """
-    known: dict[str, Any] = {}
-    for key, value in leaves(config):
-        if value != AUTO and key not in {"train_batch_size", "gradient_accumulation_steps"}:
-            put(known, key, value)
-    return known | {"train_micro_batch_size_per_gpu": 1}
 
 
 Known: TypeAlias = Mapping[str, tuple[Any, str]]

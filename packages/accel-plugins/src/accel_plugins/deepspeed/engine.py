@@ -30,22 +30,18 @@ class DeepSpeedEngineWrapper:
         groups: The optimizer's original parameters, group by group.
 
     Attributes:
+        optimizer: DeepSpeed's optimizer; at stage 0 in float32 the prepared one.
         has_gradients: Whether there are gradients since the last step.
         accumulates: Whether no backward pass completes the accumulation window, as within `no_sync`.
     """
 
     def __init__(self, engine: Any, *, groups: Sequence[Sequence[Tensor]] = ()) -> None:
-        self.engine = engine
+        self.engine, self.optimizer = engine, engine.optimizer
         self.groups = groups
         self.has_gradients = False
         self.accumulates = False
         self._max_grad_norm: float | None = None
         self._plain_norm: Tensor | None = None
-
-    @property
-    def optimizer(self) -> Any:
-        """DeepSpeed's optimizer; at stage 0 in float32 the prepared one."""
-        return self.engine.optimizer
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Compute gradients.

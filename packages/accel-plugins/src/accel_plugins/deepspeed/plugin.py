@@ -16,8 +16,8 @@ from accel_plugins.deepspeed.config import (
     KEYS,
     HfDeepSpeedConfig,
     check_offload,
-    config_for_models,
     fill,
+    leaves,
     open_keys,
     put,
     refuse_mismatches,
@@ -298,7 +298,11 @@ class DeepSpeedPlugin:
             return
         integration = importlib.import_module("transformers.integrations.deepspeed")
         if self.zero3_init_flag:  # transformers keeps only a weak reference
-            self._link = HfDeepSpeedConfig(config_for_models(self.deepspeed_config))
+            known: dict[str, Any] = {}  # models are built without "auto" values, and with a batch size
+            for key, value in leaves(self.deepspeed_config):
+                if value != AUTO and key not in {"train_batch_size", "gradient_accumulation_steps"}:
+                    put(known, key, value)
+            self._link = HfDeepSpeedConfig(known | {"train_micro_batch_size_per_gpu": 1})
             integration.set_hf_deepspeed_config(self._link)
         else:
             integration.unset_hf_deepspeed_config()

@@ -163,12 +163,8 @@ class DeepSpeedStates(States):
             )
         # 2. Copy the weights, and exact values to the master weights; tied ones have several names.
         masters, layers = _Masters(self.strategy.engine_of(model)), _SplitLayers(module)
-        seen: set[int] = set()
-        for name, value in tensors.items():
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            stored: Any = state[name]  # a tensor, or a safetensors slice
+        for names, value in group_tied_names(tensors):
+            stored: Any = state[names[0]]  # a tensor, or a safetensors slice
             full = layers.shard(value, stored if isinstance(stored, Tensor) else stored[:])
             with GatheredParameters([value], modifier_rank=0):
                 if not is_sharded(value) or dist.get_rank() == 0:

@@ -400,9 +400,10 @@ def configuration_of(
 
 
 def _groups_of(optimizer: Any) -> list[list[torch.Tensor]]:
-    if isinstance(optimizer, DummyOptim):
-        return optimizer.groups()
-    return [[*group["params"]] for group in optimizer.param_groups]
+    groups: list[Any] = optimizer.params if isinstance(optimizer, DummyOptim) else optimizer.param_groups
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    return [[*group["params"]] for group in groups]
 
 
 def _find_placeholder(bundle: Bundle) -> DummyScheduler | None:

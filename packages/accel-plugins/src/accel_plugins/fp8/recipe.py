@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accel_ops.tree import is_dtensor
 from accel_plugins import fp8
+from accel_plugins.full_parameters import group_tied_names
 from accel_plugins.kwargs import KwargsHandler, expect, expect_counts, expect_flags, resolve_fields
 from accel_state.deprecation import deprecated
 from accel_state.errors import SettingsError
@@ -323,10 +324,8 @@ def save_plain_weights(model: nn.Module, names: Iterable[str]) -> None:
 
 def tied_layers(model: nn.Module) -> set[str]:
     """Return the names of the layers that share a parameter with another layer."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
-    return {name for names in owners.values() if len(names) > 1 for name in names}
+    shared = group_tied_names(dict(model.named_parameters(remove_duplicate=False)))
+    return {name.rpartition(".")[0] for names, _ in shared if len(names) > 1 for name in names}
 
 
 def is_divisible(layer: Any, divisor: int = 16) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,6 @@ from accel_plugins.sharding.shards import is_packed, shard_like, with_local
 from accel_state import hang_monitor
 from accel_state.frozen import frozen
 from accel_state.torch_private import compute_shape_and_offset_at
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Read: TypeAlias = "Callable[[int, Any], Tensor]"
 """Returns the update of a part of this rank's shard, by the indices of tensor and part."""
@@ -45,7 +42,9 @@ class ShardLayout:
     def of(cls, tensor: DTensor) -> ShardLayout:
         """Return the layout of a tensor; all ranks of its mesh call it, in the same order."""
         mesh = tensor.device_mesh
-        group = _group_of(mesh)
+        group: Any = mesh.get_group() if mesh.ndim == 1 else None  # the default one, that of all ranks
+        if mesh.ndim > 1 and mesh.size() < dist.get_world_size():
+            group = mesh._flatten("_".join(mesh.mesh_dim_names or ())).get_group()
         ranks: list[int] = mesh.mesh.flatten().tolist()
         regions: list[Any] = [()] * len(ranks)
         for rank, coordinates in zip(ranks, itertools.product(*map(range, mesh.shape)), strict=True):
@@ -69,15 +68,6 @@ class ShardLayout:
 
 def _is_empty(region: Sequence[tuple[int, int]]) -> bool:
     return any(start == end for start, end in region)
-
-
-def _group_of(mesh: DeviceMesh) -> Any:
-    """Return the process group of all ranks of a mesh; None for the default one."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    if mesh.size() == dist.get_world_size():
-        return None
-    return mesh._flatten("_".join(mesh.mesh_dim_names or ())).get_group()
 
 
 def orthogonalize_sharded(

@@ -197,19 +197,14 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 def _groups_of(model: nn.Module, exclude: Sequence[str]) -> list[dict[str, Any]]:
     """Return a model's trained parameters in a group for each algorithm, with their names."""
-    by_adamw = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag | nn.modules.conv._ConvNd)
-        for parameter in module.parameters(recurse=False)
-    }
     head = getattr(model, "get_output_embeddings", lambda: None)()  # of transformers
-    if head is not None:
-        by_adamw |= {id(parameter) for parameter in head.parameters()}
-    for module in model.modules():  # the biases of a stack of matrices are vectors
+    by_adamw: set[int] = set() if head is None else {id(parameter) for parameter in head.parameters()}
+    for module in model.modules():
         own = [*module.parameters(recurse=False)]
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag | nn.modules.conv._ConvNd):
+            by_adamw |= {id(parameter) for parameter in own}
         stacks = {parameter.shape[0] for parameter in own if parameter.ndim == 3}
-        by_adamw |= {
+        by_adamw |= {  # the biases of a stack of matrices are vectors
             id(parameter) for parameter in own if parameter.ndim == 2 and parameter.shape[0] in stacks
         }
     unused, names = {*exclude}, list[str]()

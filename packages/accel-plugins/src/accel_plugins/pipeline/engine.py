@@ -52,7 +52,9 @@ class Pipeline:
         self.micro_batches = options.pp_num_microbatches or self.group.size()
         self._kind: Any = get_schedule_class(str(options.pp_schedule))
         self._forward: Callable[..., Any] = model.forward
-        self._is_causal = _loss_is_causal(model)
+        is_known = getattr(model, "loss_type", None) is not None or hasattr(model, "loss_function")
+        loss: Any = model.loss_function if is_known else None  # of transformers
+        self._is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
         self._takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._name = type(model).__name__
         # 1. Replace modules of other ranks with placeholders.
@@ -244,7 +246,15 @@ class Pipeline:
     def _schedule(self, rows: int, length: int | None) -> tuple[Any, list[PipelineStage]]:
         """Return the schedule for batches of a shape, and its stages; collective for a new shape."""
         sizes, boundaries = (rows, length), self._boundaries or {}
-        examples = {index: self._example(index, sizes) for index in boundaries}
+        # The activations behind each stage, of the first batch, with the sizes of this one.
+        examples: dict[int, Tensor] = {}
+        for index, (shape, dtype) in boundaries.items():
+            first = [
+                new if new is not None and size == old else size
+                for size, old, new in zip(shape, self._probed, sizes, strict=False)
+            ]
+            full = [*first, *shape[len(first) :]]
+            examples[index] = torch.empty(full, dtype=dtype, device="meta", requires_grad=True)
         self._expected = {index: tuple(example.shape) for index, example in examples.items()}
         if sizes in self._schedules:
             return self._schedules[sizes]
@@ -274,16 +284,6 @@ class Pipeline:
         )
         self._schedules[sizes] = schedule, stages
         return schedule, stages
-
-    def _example(self, index: int, sizes: tuple[int, int | None]) -> Tensor:
-        """Return the activation behind a stage for batches of other sizes, on the meta device."""
-        shape, dtype = (self._boundaries or {})[index]
-        first = [
-            new if new is not None and size == old else size
-            for size, old, new in zip(shape, self._probed, sizes, strict=False)
-        ]
-        shape = [*first, *shape[len(first) :]]
-        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
     def probe(self) -> None:
         """Run the first micro-batch forward, to record the stages' outputs and check their calls.
@@ -488,13 +488,6 @@ def _sizes_of(part: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, int | 
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     wide = next((tensor for tensor in tensors if tensor.ndim > 1 and len(tensor) == rows), None)
     return rows, None if wide is None else wide.shape[1]
-
-
-def _loss_is_causal(model: Any) -> bool:
-    """Return whether a model of transformers predicts each label from the tokens before it."""
-    if getattr(model, "loss_type", None) is None and not hasattr(model, "loss_function"):
-        return False
-    return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
 
 
 def loss_in(name: str, output: Any) -> Tensor:

@@ -171,12 +171,8 @@ class Stage(nn.Module):
         self.index = index
         self.first = first
         self.end = first + len(modules)
+        self.is_last = index == len(pipeline.layout.bounds) - 1  # it computes the loss
         self._pipeline = pipeline
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
-        return self.index == len(self._pipeline.layout.bounds) - 1
 
     def forward(self, *received: Tensor, index: Tensor) -> Tensor:
         """Compute micro-batch number `index`: return the activation, or the loss with one element."""

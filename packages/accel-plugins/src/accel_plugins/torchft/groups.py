@@ -61,6 +61,7 @@ class ReplicaGroups:
                 "groups, which are counted from 0."
             )
         self.settings = settings
+        self.covers = f"replica group {settings.group} of {settings.groups}"  # for messages
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.manager: Any = None
@@ -91,11 +92,6 @@ class ReplicaGroups:
         if self.manager is None:
             return self.settings.group == 0
         return self.manager.participating_rank() == 0
-
-    @property
-    def covers(self) -> str:
-        """This group, for messages."""
-        return f"replica group {self.settings.group} of {self.settings.groups}"
 
     def share(
         self,
