@@ -16,17 +16,17 @@ def train(slow: int | None) -> tuple[list[float], list[str], dict[str, Any]]:
     """Train on this rank; return the losses, the lines about slow ranks, and what trackers get."""
     import torch
 
-    from accel_state import hang_monitor, stragglers
+    from accel_state import hang_monitor, rank_status
     from accel_train import Accelerator
 
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger(hang_monitor.__name__).addHandler(handler)
-    usual = hang_monitor.SAMPLE_S, hang_monitor.INTERVAL_S, stragglers.LEAST, stragglers.SHARE
+    usual = hang_monitor.SAMPLE_S, hang_monitor.INTERVAL_S, rank_status.LEAST, rank_status.SHARE
     # A machine with other work may keep one rank waiting, but not for a quarter of the time.
     hang_monitor.SAMPLE_S, hang_monitor.INTERVAL_S = 0.004, 0.1  # the run takes some four seconds
-    stragglers.LEAST, stragglers.SHARE = 100, 0.25
+    rank_status.LEAST, rank_status.SHARE = 100, 0.25
     try:
         accelerator = Accelerator(cpu=True)
         monitor = hang_monitor.active()
@@ -51,7 +51,7 @@ def train(slow: int | None) -> tuple[list[float], list[str], dict[str, Any]]:
             step()  # on a machine with other work there are fewer samples
         return losses, lines, dict(monitor.sampler.report)
     finally:
-        hang_monitor.SAMPLE_S, hang_monitor.INTERVAL_S, stragglers.LEAST, stragglers.SHARE = usual
+        hang_monitor.SAMPLE_S, hang_monitor.INTERVAL_S, rank_status.LEAST, rank_status.SHARE = usual
         logging.getLogger(hang_monitor.__name__).removeHandler(handler)
 
 

@@ -53,8 +53,7 @@ from accel_plugins.sharding.folder import ShardWriter, _LoadPlanner, local_metad
 from accel_plugins.sharding.state import INDEX_NAME, local_metadata_file, shard_file
 from accel_state import PartialState
 from accel_state.hang_monitor import HangMonitor
-from accel_state.rank_status import RankStatus, format_statuses
-from accel_state.stragglers import find_slow
+from accel_state.rank_status import RankStatus, find_slow, format_statuses
 from accel_state.torch_private import StorageInfo
 from accel_train.data.samplers import SeedableRandomSampler
 from accel_train.data.shards import BatchSamplerShard, Draw

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_state.rank_status import RankStatus
-from accel_state.stragglers import LEAST, SHARE, STEPS, RankSampler, find_slow
+from accel_state.rank_status import LEAST, SHARE, STEPS, RankSampler, RankStatus, find_slow
 
 
 def status(rank: int, steps: int, waits: int, samples: int = 1000) -> RankStatus:

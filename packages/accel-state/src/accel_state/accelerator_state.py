@@ -184,7 +184,11 @@ class AcceleratorState(SharedState):
         Raises:
             SettingsError: The plugin does not exist.
         """
-        return self._deepspeed_plugins_with(name)[name]
+        plugins: Mapping[str, Any] = self.deepspeed_plugins or {}
+        if name not in plugins:
+            names = ", ".join(map(repr, plugins)) or "none"
+            raise SettingsError(f"There is no DeepSpeed plugin {name!r}. This run has: {names}.")
+        return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
         """Select the active DeepSpeed plugin by name.
@@ -195,20 +199,15 @@ class AcceleratorState(SharedState):
         Raises:
             SettingsError: The plugin does not exist.
         """
+        plugins: Mapping[str, Any] = self.deepspeed_plugins or {}
         if name is None:
-            name = next(iter(self.deepspeed_plugins or ()), "")
-        for other, plugin in self._deepspeed_plugins_with(name).items():
+            name = next(iter(plugins), "")
+        selected = self.get_deepspeed_plugin(name)
+        for other, plugin in plugins.items():
             if other != name:
                 plugin._unselect()
         self._shared_state["_active_deepspeed"] = name
-        self.deepspeed_plugin.select(_from_accelerator_state=True)
-
-    def _deepspeed_plugins_with(self, name: str) -> Mapping[str, Any]:
-        plugins: Mapping[str, Any] = self.deepspeed_plugins or {}
-        if name not in plugins:
-            names = ", ".join(map(repr, plugins)) or "none"
-            raise SettingsError(f"There is no DeepSpeed plugin {name!r}. This run has: {names}.")
-        return plugins
+        selected.select(_from_accelerator_state=True)
 
     def destroy_process_group(self, group: torch.distributed.ProcessGroup | None = None) -> None:
         """Destroy a process group; see `PartialState.destroy_process_group`."""

@@ -5,7 +5,7 @@ there, or the main thread's current line, to the store of the process group once
 thousand ranks less often, so that the store gets a thousand lines a second.
 Rank 0 warns when ranks wait for long. When a collective fails in the backend, the error has the lines of all
 ranks, and the other ranks raise it at their next collective. Slow ranks are reported as well; see
-`accel_state.stragglers`.
+`accel_state.rank_status`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from torch.distributed import PrefixStore, Store
 
 from accel_state.errors import StalledCollectiveError, first_line
 from accel_state.process_group import clone_store, present_values
-from accel_state.rank_status import RankStatus, call_site, format_statuses
-from accel_state.stragglers import SAMPLE_S, RankSampler
+from accel_state.rank_status import SAMPLE_S, RankSampler, RankStatus, call_site, format_statuses
 
 INTERVAL_S = 1.0  # between two posts
 POSTS_PER_S = 1000  # of all ranks, which the store can take beside the run's own requests

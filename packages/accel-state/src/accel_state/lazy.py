@@ -41,8 +41,11 @@ def attach(package: str, internal: str | None = None) -> None:
     exports = exports_of(stub.decode(), spec.name)
 
     def __getattr__(name: str) -> object:  # noqa: N807 - PEP 562
-        target = exports.get(name)
-        value = _object_at(target or _source_elsewhere(module, name), name)
+        # "module", whose object has the same name; "module:object"; or the module itself, "module:"
+        source, is_explicit, attribute = (exports.get(name) or _source_elsewhere(module, name)).partition(":")
+        value: Any = import_module(source)
+        if attribute or not is_explicit:
+            value = getattr(value, attribute or name)
         vars(module)[name] = value
         return value
 
@@ -54,13 +57,6 @@ def attach(package: str, internal: str | None = None) -> None:
         _INTERNAL=internal,
     )
     module.__class__ = LazyModule
-
-
-def _object_at(target: str, name: str) -> Any:
-    """Import the object `name` of `"module"`, the object `"module:object"`, or the module `"module:"`."""
-    source, is_explicit, attribute = target.partition(":")
-    module = import_module(source)
-    return module if is_explicit and not attribute else getattr(module, attribute or name)
 
 
 def _source_elsewhere(module: ModuleType, name: str) -> str:

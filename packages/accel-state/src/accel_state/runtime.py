@@ -214,11 +214,14 @@ def _topology(variables: Mapping[str, str], group: Mapping[str, Any]) -> Topolog
 
 
 def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, Any]) -> Runtime:
-    _limit_threads(runtime, variables)
-    timeout = options.get("timeout")
+    topology, timeout = runtime.topology, options.get("timeout")
+    # Limit threads to the node's cores per process, unless the launcher set a limit, as torchrun does.
+    if topology.launcher not in {"torchrun", "torch.distributed"} and "OMP_NUM_THREADS" not in variables:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // topology.local_world_size))
     if not dist.is_initialized():
         register_collectives(runtime.kind)
-        process_environment.publish(gloo_variables(variables, runtime.topology.world_size))
+        process_environment.publish(gloo_variables(variables, topology.world_size))
         dist.init_process_group(**_group_options(runtime, variables, options))
         process_group.joined()
     elif timeout is not None:
@@ -229,21 +232,16 @@ def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, 
         joined = replace(runtime, collectives=ranks, backend=_backend_of(device))
     else:
         joined = replace(runtime, collectives=own.collectives(device), backend=runtime.kind.backend)
-    _monitor(joined, timeout or group_timeout(runtime.device))
+    store = dist.distributed_c10d._get_default_store()
+    if store is not None and dist.get_backend() != "fake":  # MPI has no store; a fake group no other ranks
+        hang_monitor.begin(
+            store,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            limit=timeout or group_timeout(device),
+            asynchronous=device.type != "cpu",
+        )
     return joined
-
-
-def _monitor(runtime: Runtime, limit: timedelta) -> None:
-    topology, store = runtime.topology, dist.distributed_c10d._get_default_store()
-    if store is None or dist.get_backend() == "fake":  # MPI has no store; a fake group has no other ranks
-        return
-    hang_monitor.begin(
-        store,
-        rank=topology.rank,
-        world_size=topology.world_size,
-        limit=limit,
-        asynchronous=runtime.device.type != "cpu",
-    )
 
 
 def _group_options(
@@ -251,7 +249,15 @@ def _group_options(
 ) -> dict[str, Any]:
     topology, kind = runtime.topology, runtime.kind
     chosen = {name: value for name, value in options.items() if value is not None}
-    chosen["backend"] = _check_backend(kind, options.get("backend"))
+    asked = options.get("backend")
+    if asked is None or (asked == kind.backend and kind.runtime is not None):
+        if kind.group_backend is None:
+            raise SettingsError(
+                f"There is no backend with which several processes could work on {kind.name!r} devices. "
+                "Start one process, or pass cpu=True (or set ACCELERATE_USE_CPU=1)."
+            )
+        asked = kind.group_backend
+    chosen["backend"] = asked
     if "store" not in chosen and "init_method" not in chosen and (life := _restart_prefix(variables)):
         chosen["store"] = _restart_store(life, variables, topology, chosen.get("timeout"))
     if kind.own_runtime is not None and not {"store", "init_method"} & chosen.keys():
@@ -290,29 +296,10 @@ def _restart_store(
     return dist.PrefixStore(f"accel/life_{life}", store)
 
 
-def _check_backend(kind: DeviceKind, asked: str | None) -> str:
-    if asked is None or (asked == kind.backend and kind.runtime is not None):
-        if kind.group_backend is None:
-            raise SettingsError(
-                f"There is no backend with which several processes could work on {kind.name!r} devices. "
-                "Start one process, or pass cpu=True (or set ACCELERATE_USE_CPU=1)."
-            )
-        return kind.group_backend
-    return asked
-
-
 def _backend_of(device: torch.device) -> str:
     """Return the name of the default group's backend for a device."""
     pairs = dict(pair.split(":") for pair in dist.get_backend_config().split(",") if ":" in pair)
     return pairs.get(device.type) or dist.get_backend()
-
-
-def _limit_threads(runtime: Runtime, variables: Mapping[str, str]) -> None:
-    """Limit threads to the node's cores per process, unless the launcher set a limit, as torchrun does."""
-    if runtime.topology.launcher in {"torchrun", "torch.distributed"} or "OMP_NUM_THREADS" in variables:
-        return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // runtime.topology.local_world_size))
 
 
 def _shut_down() -> None:

@@ -239,8 +239,10 @@ def to_content(settings: Settings) -> dict[str, Any]:
         key = option.key
         if option.path == "training.gradient_accumulation_steps" and settings.deepspeed is not None:
             key = option.key_aliases[0]  # Other readers know it there only.
+        if isinstance(value, tuple):
+            value = list(value) if option.kind == "list" else ",".join(map(_text, value))
         table, _, name = key.rpartition(".")
-        (content.setdefault(table, {}) if table else content)[name] = _written(option, value)
+        (content.setdefault(table, {}) if table else content)[name] = value
     if settings.parallelism is not None:
         content.setdefault("parallelism_config", {"parallelism_config_dp_replicate_size": 1})
     return content
@@ -292,14 +294,6 @@ def _text(value: object) -> str:
     if value is None:
         return ""
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-
-
-def _written(option: Option, value: Any) -> Any:
-    if option.kind == "list":
-        return list(value)
-    if isinstance(value, tuple):
-        return ",".join(_text(item) for item in value)
-    return value
 
 
 def _nearest(key: str) -> str:
