@@ -56,11 +56,11 @@ def test_a_tensor_that_is_moved_to_the_host_and_those_computed_from_it_are_not_o
         recorder.track([nn.Linear(1, 1)])
         tracker = recorder.tracker
         x = torch.zeros(1000)
-        on_host = recorder.move(x, to_host=True)
+        on_host = tracker.move(x, to_host=True)
         twice = torch.cat([on_host, on_host])
         assert max(moment.activations for moment in tracker.moments) == 4000
         assert tracker.host == 12_000
-        on_device = recorder.move(twice, to_host=False)
-        assert recorder.move(on_device, to_host=False) is on_device
+        on_device = tracker.move(twice, to_host=False)
+        assert tracker.move(on_device, to_host=False) is on_device
         assert max(moment.activations for moment in tracker.moments) == 12_000
     assert tracker.host == 12_000

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel_inspect.check.pipeline import patch_pipelines
 from accel_inspect.check.recorder import CollectiveRecorder, fake_value, is_fake, nbytes_of
-from accel_inspect.check.strategy import CheckObserver
+from accel_inspect.estimate.trace import MemoryTracker
 from accel_inspect.trial import RankTask, replace_names, wrap_names
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int, fill_shards
 from accel_state import collectives
@@ -32,7 +32,7 @@ from accel_train import observing
 def install(recorder: CollectiveRecorder, task: RankTask) -> None:
     """Apply all patches."""
     _patch_values()
-    _patch_moves(recorder)
+    _patch_moves(recorder.tracker)
     _patch_conversions()
     _patch_sharding(recorder)
     # As on accelerators, optimizers use foreach kernels.
@@ -43,8 +43,9 @@ def install(recorder: CollectiveRecorder, task: RankTask) -> None:
     patch_pipelines(recorder)
     _patch_recipes()
     _patch_storage(recorder)
-    observing.observer = observer = CheckObserver(recorder, task.batches)
-    _patch_loaders(recorder, observer)
+    observing.observer = recorder
+    wrap_names("torch.utils.data.DataLoader", __iter__=recorder.iterate)
+    wrap_names("accel_train.data.prepare", prepare_data_loader=recorder.prepare_loader)
 
 
 def _patch_values() -> None:
@@ -74,7 +75,7 @@ def _patch_values() -> None:
     wrap_names("torch.Tensor", **{name: made_up(make) for name, make in methods.items()}, __format__=as_text)
 
 
-def _patch_moves(recorder: CollectiveRecorder) -> None:
+def _patch_moves(tracker: MemoryTracker) -> None:
     """Patch moves to the host, whose memory is not the device's; in the check, both are the CPU.
 
     A device that is named by a string is likely the device of the run; `cpu()` always means the host.
@@ -82,12 +83,12 @@ def _patch_moves(recorder: CollectiveRecorder) -> None:
 
     def cpu(real: Any, *args: Any, **options: Any) -> Any:
         moved = real(*args, **options)
-        return recorder.move(moved, to_host=True) if is_fake(moved) else moved
+        return tracker.move(moved, to_host=True) if is_fake(moved) else moved
 
     def to(real: Any, *args: Any, **options: Any) -> Any:
         moved = real(*args, **options)
         names_device = any(isinstance(argument, torch.device) for argument in (*args, *options.values()))
-        return recorder.move(moved, to_host=False) if names_device and is_fake(moved) else moved
+        return tracker.move(moved, to_host=False) if names_device and is_fake(moved) else moved
 
     wrap_names("torch.Tensor", cpu=cpu, to=to)
 
@@ -266,19 +267,3 @@ def _patch_storage(recorder: CollectiveRecorder) -> None:
     replace_names("accel_train.checkpoint.context.CheckpointContext", meet=lambda *_: None)
     replace_names("accel_ops.weights.write", save_state_dict=write_weights, save=write_object)
     torch.save = write_object
-
-
-def _patch_loaders(recorder: CollectiveRecorder, observer: CheckObserver) -> None:
-    """Patch loaders: those that are not prepared are read as prepared ones, and all outside of fake mode."""
-
-    def iterate(real: Any, loader: Any) -> Iterator[Any]:
-        return real(loader) if recorder.is_on_real_tensors else observer.batches(loader, lambda: real(loader))
-
-    def prepare(real: Any, *args: Any, **options: Any) -> Any:
-        with recorder.on_real_tensors():
-            loader = real(*args, **{**options, "dispatch_batches": False})
-            recorder.record_loader(loader, options.get("process_index") or 0)
-        return loader
-
-    wrap_names("torch.utils.data.DataLoader", __iter__=iterate)
-    wrap_names("accel_train.data.prepare", prepare_data_loader=prepare)

@@ -19,7 +19,7 @@ from accel_state.torch_private import FakeStore
 def main(task: RankTask) -> RankRecord:
     """Run as a rank, and return its record."""
     dist.init_process_group("fake", rank=task.rank, world_size=task.world, store=FakeStore())
-    recorder = CollectiveRecorder()
+    recorder = CollectiveRecorder(task.batches)
     install(recorder, task)
     keep_outputs(task)
     with recorder.on_fake_tensors():

@@ -97,7 +97,8 @@ def differences(records: Sequence[RankRecord]) -> list[str]:
     for record in records:
         for first in (records[0], first_of_stage.setdefault(record.stage, record)):
             if (pair := _first_difference(first, record)) is not None:
-                ranks_by_pair.setdefault((first.rank, *map(_describe, pair)), []).append(record.rank)
+                texts = ("has ended" if e is None else f"calls {e.kind} at {e.where}" for e in pair)
+                ranks_by_pair.setdefault((first.rank, *texts), []).append(record.rank)
                 break
     return [
         f"rank {first} {event}, while rank {', '.join(map(str, ranks))} {other}: both would wait forever"
@@ -149,10 +150,6 @@ def _first_difference(
             return None
         return event, other
     return None
-
-
-def _describe(event: RecordedCollective | None) -> str:
-    return "has ended" if event is None else f"calls {event.kind} at {event.where}"
 
 
 def data_problems(records: Sequence[RankRecord]) -> list[str]:

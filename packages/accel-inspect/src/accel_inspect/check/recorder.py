@@ -5,37 +5,52 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Generator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_inspect.check.record import File, LoaderRecord, RecordedCollective
+from accel_inspect.check.strategy import FAKES, REAL, EngineStates, FakeStrategy
 from accel_inspect.estimate.trace import MemoryTracker, storage_key, wraps_tensors
 from accel_inspect.trial import source_line
 from accel_ops.modules import replaced_attributes
 from accel_ops.tree import local_part
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.parallelism.config import ParallelismConfig
+from accel_plugins.sharding.state import local_metadata_file
+from accel_plugins.strategy import Bundle, Strategy, StrategySpec
 from accel_state.torch_private import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     disable_current_modes,
     tree_leaves,
+    tree_map,
 )
+from accel_train.observing import Observer
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_state.remote import AnyPath
+    from accel_train.checkpoint.context import CheckpointContext
 
 _MOST_INDICES = 2**20
 """Indices of a sampler that are compared at most."""
 
 
-@dataclass(kw_only=True)
-class CollectiveRecorder:
-    """Recorder of one rank.
+class CollectiveRecorder(Observer):
+    """Recorder of one rank. It replaces strategies that are not `REAL` by fakes, and reads few batches.
 
-    Args:
+    Attributes:
         models: The prepared models.
         strategy: The name of the strategy, with its axes.
         counted_as: The name of its estimate, if its own code does not run; empty if there is none.
@@ -48,20 +63,16 @@ class CollectiveRecorder:
         stage: The stage of the pipeline whose ranks alone take part.
     """
 
-    events: list[RecordedCollective] = field(default_factory=list[RecordedCollective])
-    files: list[File] = field(default_factory=list[File])
-    loaders: dict[int, LoaderRecord] = field(default_factory=dict[int, LoaderRecord])
-    models: list[nn.Module] = field(default_factory=list["nn.Module"])
-    strategy: str = ""
-    counted_as: str = ""
-    setup: dict[str, Any] = field(default_factory=dict[str, Any])
-    is_sharded: bool = False
-    is_offloaded: bool = False
-    is_on_real_tensors: bool = False
-    is_silent: bool = False
-    stage: int | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(self, batches: int = 0) -> None:
+        self._num_batches = batches
+        self.events: list[RecordedCollective] = []
+        self.files: list[File] = []
+        self.loaders: dict[int, LoaderRecord] = {}
+        self.models: list[nn.Module] = []
+        self.strategy = self.counted_as = ""
+        self.setup: dict[str, Any] = {}
+        self.is_sharded = self.is_offloaded = self.is_on_real_tensors = self.is_silent = False
+        self.stage: int | None = None
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.tracker = MemoryTracker(self._fakes)
         self.tracker.is_paused = True
@@ -106,14 +117,18 @@ class CollectiveRecorder:
         """Record a file."""
         self.files.append(File(name=name, nbytes=nbytes, where=source_line()))
 
-    def record_loader(self, loader: Any, shard: int) -> None:
-        """Record a prepared loader."""
-        sampler, indices = loader.get_sampler(), ""
-        # The indices of torch's samplers do not depend on the rank.
-        is_custom = loader.is_sharded and not type(sampler).__module__.startswith("torch.")
-        if is_custom and isinstance(sampler, Sized) and len(sampler) <= _MOST_INDICES:
-            indices = repr(sorted(copy.deepcopy(sampler)))  # pyright: ignore[reportArgumentType] - it iterates
-        self.loaders[id(loader)] = LoaderRecord(where=source_line(), shard=shard, indices=indices)
+    def prepare_loader(self, real: Any, *args: Any, **options: Any) -> Any:
+        """Prepare a loader, and record it."""
+        with self.on_real_tensors():
+            loader = real(*args, **{**options, "dispatch_batches": False})
+            sampler, indices = loader.get_sampler(), ""
+            # The indices of torch's samplers do not depend on the rank.
+            is_custom = loader.is_sharded and not type(sampler).__module__.startswith("torch.")
+            if is_custom and isinstance(sampler, Sized) and len(sampler) <= _MOST_INDICES:
+                indices = repr(sorted(copy.deepcopy(sampler)))  # pyright: ignore[reportArgumentType] - it iterates
+            shard = options.get("process_index") or 0
+            self.loaders[id(loader)] = LoaderRecord(where=source_line(), shard=shard, indices=indices)
+        return loader
 
     def record_batch(self, loader: Any, batch: Any) -> None:
         """Record a batch of a prepared loader, if its tensors have values of several kinds."""
@@ -125,12 +140,88 @@ class CollectiveRecorder:
             batches = (*known.batches, hashlib.sha256(values).hexdigest())
             self.loaders[id(loader)] = replace(known, batches=batches)
 
-    def move(self, tensor: Tensor, *, to_host: bool) -> Tensor:
-        """Copy a tensor to the host, as `Tensor.cpu` does, or to the device."""
-        if self.tracker.is_paused or self.tracker.has_on_host(tensor) == to_host:
-            return tensor
-        with self.tracker.moving(to_host=to_host):
-            return tensor.clone()
+    def build(self, spec: StrategySpec, *arguments: Any) -> Strategy:
+        """Build a strategy, or its fake, whose models and steps are recorded."""
+        handlers, name = arguments[-1], spec.name
+        self.is_sharded = name in REAL
+        with self.on_real_tensors():  # Meshes need real values.
+            if self.is_sharded:
+                built = super().build(spec, *arguments)
+            else:
+                built = FAKES.get(name, FakeStrategy)(self, name, *arguments)
+        if built.mesh is not None:
+            axes = dict(zip(built.mesh.mesh_dim_names or (), built.mesh.shape, strict=True))
+            if (config := handlers.get(ParallelismConfig)) is not None and config.ep_enabled:
+                axes["ep"] = config.ep_size
+            sizes = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+            name = f"{name}: {sizes}" if sizes else name
+        self.strategy = name
+        self.setup["width"] = 4 if built.precision.name == "no" else 2
+        offload = getattr(handlers.get(FullyShardedDataParallelPlugin), "cpu_offload", None)
+        self.is_offloaded = spec.name == "fsdp2" and isinstance(offload, CPUOffloadPolicy)
+        wrap, step = built.wrap, built.step
+
+        def wrap_recorded(bundle: Bundle, *, evaluation: bool = False, **options: Any) -> Bundle:
+            is_trained = bool(bundle.models) and not evaluation
+            if is_trained:
+                with self.having(is_silent=False):
+                    self.record("prepare")
+            wrapped = wrap(bundle, evaluation=evaluation, **options)
+            if is_trained:
+                self.track(wrapped.models)
+            return wrapped
+
+        def step_recorded(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+            with self.tracker.stepping(optimizer):
+                return step(optimizer, closure)
+
+        built.wrap, built.step = wrap_recorded, step_recorded
+        return built
+
+    def prepare(self, accelerator: Any, bundle: Bundle, run: Callable[[], Bundle]) -> Bundle:
+        """Prepare objects; of models, what this sends is recorded as one operation."""
+        del accelerator
+        with self.having(is_silent=bool(bundle.models)):
+            return run()
+
+    def iterate(self, real: Any, loader: Any) -> Iterator[Any]:
+        """Read a loader that is not prepared as a prepared one."""
+        return real(loader) if self.is_on_real_tensors else self.batches(loader, lambda: real(loader))
+
+    def batches(self, loader: Any, read: Callable[[], Iterator[Any]]) -> Generator[Any]:
+        """Yield the first batches as fake tensors, read outside of fake mode; mark the last one."""
+
+        def fake_like(leaf: Any) -> Any:
+            return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+        vars(loader).update(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
+        with self.on_real_tensors():
+            real_batches = read()
+        for number in range(1, self._num_batches + 1):
+            with self.on_real_tensors():
+                upcoming = [*itertools.islice(real_batches, 1)]
+                self.record_batch(loader, upcoming)
+            if not upcoming:
+                return
+            if number == self._num_batches:
+                vars(loader)["end_of_dataloader"] = True
+            yield tree_map(fake_like, upcoming[0])
+        with self.on_real_tensors():
+            del real_batches
+
+    def saved(self, run: CheckpointContext, target: AnyPath, parts: Callable[[Path], list[Any]]) -> bool:
+        """Record the files that this rank would write, and write none."""
+        self.record("save_state")
+        folder = Path(str(target))
+        with suppress(FileExistsError):  # another rank was first
+            folder.mkdir(parents=True)  # a copy, for hooks
+        is_engine = isinstance(run.strategy.states, EngineStates)
+        with self.having(is_silent=True), self.paused() if is_engine else nullcontext():
+            for part in parts(folder):
+                # The metadata of shards are there while others are written.
+                if Path(part.name).name != local_metadata_file(run.rank):
+                    self.record_file(str(folder / part.name), nbytes_of(part.state))
+        return False
 
 
 def nbytes_of(data: Any) -> int:

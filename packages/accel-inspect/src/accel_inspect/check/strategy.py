@@ -1,4 +1,4 @@
-"""Record what strategies do, and fake the engines.
+"""The strategies of the check: which run as they are, and fakes of the engines.
 
 Strategies that shard models with PyTorch's own API run as they are, on a fake process group. Under the others
 models stay unsharded, and their memory is estimated.
@@ -6,19 +6,15 @@ models stay unsharded, and their memory is estimated.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.lr_scheduler import LambdaLR
 
-from accel_inspect.check.recorder import CollectiveRecorder, nbytes_of
 from accel_inspect.estimate.memory import Buckets
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler
@@ -29,112 +25,21 @@ from accel_plugins.megatron import strategy as megatron
 from accel_plugins.megatron.data import MegatronLMDummyScheduler, with_all_micro_batches
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.strategy import batch_sharding, groups_of
-from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.precision import EnginePrecision
-from accel_plugins.sharding.state import StateForm, local_metadata_file
-from accel_plugins.strategy import Bundle, Feature, Strategy, StrategySpec
+from accel_plugins.sharding.state import StateForm
+from accel_plugins.strategy import Bundle, Feature, Strategy
 from accel_plugins.unsharded import States, check_materialised
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.torch_private import tree_map
 from accel_train.checkpoint import layout
-from accel_train.observing import Observer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_state.remote import AnyPath
-    from accel_train.checkpoint.context import CheckpointContext
+    from accel_inspect.check.recorder import CollectiveRecorder
 
 
 REAL = frozenset({"fsdp2", "pipeline", "tp"})
 """Strategies whose own code runs in the check: FSDP2, pipelines, tensor and context parallelism."""
-
-
-class CheckObserver(Observer):
-    """Records what strategies do, and replaces those that are not `REAL` by fakes; reads few batches."""
-
-    def __init__(self, recorder: CollectiveRecorder, batches: int) -> None:
-        self.recorder, self._num_batches = recorder, batches
-
-    def build(self, spec: StrategySpec, *arguments: Any) -> Strategy:
-        """Build a strategy, or its fake, whose models and steps are recorded."""
-        recorder, handlers, name = self.recorder, arguments[-1], spec.name
-        recorder.is_sharded = name in REAL
-        with recorder.on_real_tensors():  # Meshes need real values.
-            if recorder.is_sharded:
-                built = super().build(spec, *arguments)
-            else:
-                built = FAKES.get(name, FakeStrategy)(recorder, name, *arguments)
-        if built.mesh is not None:
-            axes = dict(zip(built.mesh.mesh_dim_names or (), built.mesh.shape, strict=True))
-            if (config := handlers.get(ParallelismConfig)) is not None and config.ep_enabled:
-                axes["ep"] = config.ep_size
-            sizes = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
-            name = f"{name}: {sizes}" if sizes else name
-        recorder.strategy = name
-        recorder.setup["width"] = 4 if built.precision.name == "no" else 2
-        offload = getattr(handlers.get(FullyShardedDataParallelPlugin), "cpu_offload", None)
-        recorder.is_offloaded = spec.name == "fsdp2" and isinstance(offload, CPUOffloadPolicy)
-        wrap, step = built.wrap, built.step
-
-        def wrap_recorded(bundle: Bundle, *, evaluation: bool = False, **options: Any) -> Bundle:
-            is_trained = bool(bundle.models) and not evaluation
-            if is_trained:
-                with recorder.having(is_silent=False):
-                    recorder.record("prepare")
-            wrapped = wrap(bundle, evaluation=evaluation, **options)
-            if is_trained:
-                recorder.track(wrapped.models)
-            return wrapped
-
-        def step_recorded(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-            with recorder.tracker.stepping(optimizer):
-                return step(optimizer, closure)
-
-        built.wrap, built.step = wrap_recorded, step_recorded
-        return built
-
-    def prepare(self, accelerator: Any, bundle: Bundle, run: Callable[[], Bundle]) -> Bundle:
-        """Prepare objects; of models, what this sends is recorded as one operation."""
-        del accelerator
-        with self.recorder.having(is_silent=bool(bundle.models)):
-            return run()
-
-    def batches(self, loader: Any, read: Callable[[], Iterator[Any]]) -> Generator[Any]:
-        """Yield the first batches as fake tensors, read outside of fake mode; mark the last one."""
-        recorder = self.recorder
-        vars(loader).update(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
-        with recorder.on_real_tensors():
-            real_batches = read()
-        for number in range(1, self._num_batches + 1):
-            with recorder.on_real_tensors():
-                upcoming = [*itertools.islice(real_batches, 1)]
-                recorder.record_batch(loader, upcoming)
-            if not upcoming:
-                return
-            if number == self._num_batches:
-                vars(loader)["end_of_dataloader"] = True
-            yield tree_map(_fake_like, upcoming[0])
-        with recorder.on_real_tensors():
-            del real_batches
-
-    def saved(self, run: CheckpointContext, target: AnyPath, parts: Callable[[Path], list[Any]]) -> bool:
-        """Record the files that this rank would write, and write none."""
-        self.recorder.record("save_state")
-        folder = Path(str(target))
-        with suppress(FileExistsError):  # another rank was first
-            folder.mkdir(parents=True)  # a copy, for hooks
-        is_engine = isinstance(run.strategy.states, EngineStates)
-        with self.recorder.having(is_silent=True), self.recorder.paused() if is_engine else nullcontext():
-            for part in parts(folder):
-                # The metadata of shards are there while others are written.
-                if Path(part.name).name != local_metadata_file(run.rank):
-                    self.recorder.record_file(str(folder / part.name), nbytes_of(part.state))
-        return False
-
-
-def _fake_like(leaf: Any) -> Any:
-    return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 class EngineStates(States):

@@ -7,7 +7,6 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from accel_cli.output import show, working
 from accel_inspect.doctor.causes import Diagnosis
@@ -84,21 +83,23 @@ def run_all(options: Namespace, world: int, folder: str, variables: Mapping[str,
 
 def as_json(records: Records, diagnoses: Sequence[Diagnosis]) -> str:
     """Return the report for programs."""
-
-    def facts_of(record: RunRecord) -> dict[str, Any]:
-        return {
-            "rank": record.rank,
-            "strategy": record.strategy,
-            "steps": len(record.steps),
-            "losses": [backward.loss for backward in record.backwards],
-            "learning rates": [step.rates for step in record.steps],
-            "stopped": record.stopped,
-        }
-
     facts = {
         "diagnoses": [
             {**made._asdict(), "name": made.name or "equal", "differs": made.differs} for made in diagnoses
         ],
-        "runs": {name: [*map(facts_of, of_run)] for name, of_run in records.items()},
+        "runs": {
+            name: [
+                {
+                    "rank": record.rank,
+                    "strategy": record.strategy,
+                    "steps": len(record.steps),
+                    "losses": [backward.loss for backward in record.backwards],
+                    "learning rates": [step.rates for step in record.steps],
+                    "stopped": record.stopped,
+                }
+                for record in of_run
+            ]
+            for name, of_run in records.items()
+        },
     }
     return json.dumps(facts, indent=2)

@@ -22,7 +22,6 @@ from accel_inspect.doctor.record import (
     Records,
     RunRecord,
     Step,
-    by_shard,
 )
 
 TOLERANCES = {"float64": 1e-9, "float32": 5e-4, "float16": 2e-2, "bfloat16": 5e-2, "float8": 0.25}
@@ -81,6 +80,11 @@ _STOPPED = {
     PLAIN: ("one-process-stopped", "on one process"),
     RESUMED: ("resume-stopped", "resumed"),
 }
+
+
+def by_shard(ranks: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return one rank of each data shard."""
+    return [*{record.shard: record for record in reversed(ranks)}.values()][::-1]
 
 
 def stops(records: Records) -> Iterator[Diagnosis]:
@@ -485,14 +489,14 @@ def _rates_by_samples(ranks: Sequence[RunRecord]) -> Iterator[tuple[int, tuple[f
 
 
 def _samples_of(ranks: Sequence[RunRecord], start: int, stop: int) -> list[Any]:
-    """Return the samples of some backward passes, by index or by content."""
-    return [
-        sample
+    """Return the samples of some backward passes that are no padding, by index or by content."""
+    batches = [
+        record.batches[backward.batch]
         for record in ranks
         for backward in record.backwards[start:stop]
         if backward.batch >= 0
-        for sample in record.batches[backward.batch].samples
     ]
+    return [sample for batch in batches for sample in (batch.indices or batch.rows)[: batch.real]]
 
 
 # 4. Resume.

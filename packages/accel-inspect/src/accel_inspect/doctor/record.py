@@ -43,11 +43,6 @@ class ReadBatch:
     counts: Mapping[str, float]
     shape: tuple[tuple[int, ...], ...]
 
-    @property
-    def samples(self) -> tuple[int, ...] | tuple[str, ...]:
-        """The identities of its real samples."""
-        return (self.indices or self.rows)[: self.real]
-
 
 @frozen
 class Backward:
@@ -139,8 +134,3 @@ class RunRecord:
 
 Records = Mapping[str, Sequence[RunRecord]]
 """The records of each run, by rank."""
-
-
-def by_shard(ranks: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return one rank of each data shard."""
-    return [*{record.shard: record for record in reversed(ranks)}.values()][::-1]

@@ -192,6 +192,12 @@ class TrainingRecorder(Observer):
         self._plans[id(shard)] = plan, [batches[number] for number in retained]
         yield iter(self._plans[id(shard)][1])
 
+    def iterate(self, real: Any, loader: Any) -> Iterator[Any]:
+        """Record what a loader that is not prepared yields."""
+        if self.is_reading or isinstance(loader, PreparedLoader):
+            return real(loader)
+        return self.batches(loader, lambda: real(loader))
+
     def batches(self, loader: Any, read: Callable[[], Iterator[Any]]) -> Generator[Any]:
         """Yield the batches of a pass, and record them."""
         num_known = len(self._loaders)
@@ -294,12 +300,11 @@ class TrainingRecorder(Observer):
         """Record no steps: prepare() tries optimizers out, and loading a state makes an empty step."""
         return replaced_attributes(self, {"is_paused": True})
 
-    def record_backward(self, loss: Any, items: Any) -> None:
+    def backward(self, real: Any, accelerator: Any, loss: Any, **options: Any) -> None:
         """Record a backward pass."""
         record = self.record
         if self._random and self._random != _states_of_generators():
             record.draws = record.draws or source_line()
-        self._random = ()
         if record.batches:
             self._training.add(record.batches[-1].loader)
         prepared, where, value = self._prepared, source_line(), math.nan
@@ -309,18 +314,11 @@ class TrainingRecorder(Observer):
             if record.precision != "no" and loss.dtype in _HALF and not trained & _HALF:
                 text = f"the loss has the dtype {str(loss.dtype).removeprefix('torch.')}"
                 self.found("numbers", "loss-in-low-precision", text, where)
-        record.backwards.append(
-            Backward(
-                batch=len(record.batches) - 1,
-                loss=value,
-                items=None if items is None else float(items),
-                where=where,
-            )
-        )
-
-    def end_backward(self) -> None:
-        """Note the states of generators, from which the script may draw until the next backward pass."""
-        self._random = _states_of_generators()
+        items = options.get("num_items")
+        items = None if items is None else float(items)
+        record.backwards.append(Backward(batch=len(record.batches) - 1, loss=value, items=items, where=where))
+        real(accelerator, loss, **options)
+        self._random = _states_of_generators()  # the script may draw until the next backward pass
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Record the gradients that an optimizer is about to use."""
@@ -353,7 +351,7 @@ class TrainingRecorder(Observer):
         if not self.is_paused:
             parameters = self._by_name(optimizer)
             self.record.steps[-1].weights = {name: digest(p.detach()) for name, p in parameters.items()}
-            self.end_backward()
+            self._random = _states_of_generators()
 
     def _by_name(self, optimizer: Optimizer) -> dict[str, Tensor]:
         if self.record.strategy in LOSSES_ONLY:
@@ -372,22 +370,28 @@ class TrainingRecorder(Observer):
             for name, parameter in extract_model_from_parallel(model).named_parameters()
         }
 
-    def record_gathered(self, result: Any, *, is_metric: bool) -> None:
+    def gather(self, real: Any, *args: Any, **options: Any) -> Any:
         """Record a call of `gather` or `gather_for_metrics`, and whether it returned padding."""
+        result = real(*args, **options)
         self.record.gathered += 1
-        loader = GradientState().active_dataloader
+        loader, is_metric = GradientState().active_dataloader, real.__name__ == "gather_for_metrics"
         if is_metric or loader is None or not loader.end_of_dataloader or not self.record.batches:
-            return
+            return result
         tensors = [leaf for _, leaf in walk(result) if isinstance(leaf, Tensor)]
         rows = len(tensors[0]) if tensors and tensors[0].dim() > 0 else 1
         in_all = len(self.record.batches[-1].rows) * (1 if self.joins else self.record.shards)
         if rows == in_all and 0 < loader.remainder < rows:
-            text = (
-                f"gather() returned {rows} rows of the last batch, {rows - loader.remainder} of which pad it"
-            )
+            padding = rows - loader.remainder
+            text = f"gather() returned {rows} rows of the last batch, {padding} of which pad it"
             self.found("gathered", "metric-on-padding", text, source_line())
+        return result
 
-    def record_clipping(self) -> None:
+    def average_models(self, real: Any, averaging: Any) -> Any:
+        """Record that the script uses `LocalSGD`."""
+        self.record.differs_by = "LocalSGD averages models instead of gradients"
+        return real(averaging)
+
+    def clip(self, real: Any, *args: Any, **options: Any) -> Any:
         """Record a call of torch's own function, which knows neither loss scales nor accumulation."""
         scaler = None if self.accelerator is None else self.accelerator.scaler
         text = "torch.nn.utils.clip_grad_norm_ was called"
@@ -395,16 +399,30 @@ class TrainingRecorder(Observer):
             self.found("clocks", "clip-before-unscale", text, source_line())
         elif not GradientState().sync_gradients:
             self.found("clocks", "clip-within-window", text, source_line())
+        return real(*args, **options)
 
-    def record_norm(self, module: nn.Module, tensor: Tensor) -> None:
-        """Record a BatchNorm that normalises with few values."""
-        values = tensor.numel() // tensor.shape[1] if tensor.dim() > 1 else len(tensor)
-        if values < _FEW_VALUES and self.record.shards > 1:
+    def normalise(self, real: Any, module: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Record a BatchNorm of few values; for all ranks, normalise the rows of each by themselves."""
+        shards = self.record.shards
+        if not module.training:
+            return real(module, input)
+        if self.joins and shards > 1 and len(input) % shards == 0:
+            first, *following = input.chunk(shards)
+            normalised = [real(module, first)]
+            running = [module.running_mean, module.running_var, module.num_batches_tracked]
+            averages = [(average, average.clone()) for average in running if average is not None]
+            normalised += [real(module, part) for part in following]
+            for average, of_first in averages:  # ranks keep the averages of rank 0
+                average.data.copy_(of_first)  # as BatchNorm's own change, it is none for autograd
+            return torch.cat(normalised)
+        values = input.numel() // input.shape[1] if input.dim() > 1 else len(input)
+        if values < _FEW_VALUES and shards > 1:
             models = map(extract_model_from_parallel, self._prepared.models)
             names = (path for model in models for path, part in model.named_modules() if part is module)
             name = next(names, type(module).__name__)
             text = f"{name} normalises with only the {values} values of its rank"
             self.found("numbers", "batchnorm-per-rank", text)
+        return real(module, input)
 
 
 def _number(known: list[Any], item: Any) -> int:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from accel_cli.output import Table, show, working
 from accel_inspect.arguments import AXIS_NAMES
@@ -21,7 +21,6 @@ from accel_inspect.estimate.memory import (
     STRATEGIES,
     DeviceShare,
     Estimate,
-    MemoryPeak,
     TrainingSetup,
     estimate,
     estimate_axes,
@@ -73,11 +72,17 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _training_setup(model: nn.Module, options: Namespace) -> TrainingSetup:
+_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+"""The methods of transformers models that enable activation checkpointing, current name first."""
+
+
+def _training_setup(model: Any, options: Namespace) -> TrainingSetup:
+    """Return the training run, with the memory peaks of its passes if there is a batch size."""
+    is_mixed = options.mixed_precision != "no"
     setup = TrainingSetup(
         sizes=sizes_of(model),
         devices=options.num_devices or 1,
-        width=4 if options.mixed_precision == "no" else 2,
+        width=2 if is_mixed else 4,
         optimizer=options.optimizer,
     )
     if options.batch_size is None:
@@ -88,7 +93,25 @@ def _training_setup(model: nn.Module, options: Namespace) -> TrainingSetup:
         tile_mlps(model, options.mlp_tile_size)
     if options.loss_chunk_size:
         chunk_loss(model, options.loss_chunk_size)
-    return replace(setup, moments=_trace(model, options))
+    if not hasattr(model, "config"):
+        raise UnsupportedError(
+            f"argument --batch_size: {options.model_name!r} has no transformers configuration, which "
+            "the passes need. Remove --batch_size."
+        )
+    enable = next((getattr(model, name) for name in _CHECKPOINTING if hasattr(model, name)), None)
+    is_supported = getattr(model, "supports_gradient_checkpointing", False)
+    if options.gradient_checkpointing and is_supported and enable is not None:
+        enable({"use_reentrant": False, "preserve_rng_state": False})
+        model.config.use_cache = False
+    passes = passes_of_batch(options.batch_size, options.sequence_length)
+    try:
+        moments = moments_of(model.train(), passes, dtype=torch.bfloat16 if is_mixed else None)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedError(
+            f"argument --batch_size: the passes of {type(model).__name__} cannot run on fake tensors "
+            f"({str(error).splitlines()[0]}). Remove --batch_size."
+        ) from None
+    return replace(setup, moments=moments)
 
 
 def _share_of_axes(model: nn.Module, options: Namespace, devices: int) -> DeviceShare | None:
@@ -104,33 +127,6 @@ def _share_of_axes(model: nn.Module, options: Namespace, devices: int) -> Device
     config = ParallelismConfig(**sizes)
     config.check_world(devices)
     return max(shares_of(model, config), key=lambda share: share.sizes.parameters + share.experts)
-
-
-_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-"""The methods of transformers models that enable activation checkpointing, current name first."""
-
-
-def _trace(model: Any, options: Namespace) -> tuple[MemoryPeak, ...]:
-    """Return the memory peaks of the passes."""
-    if not hasattr(model, "config"):
-        raise UnsupportedError(
-            f"argument --batch_size: {options.model_name!r} has no transformers configuration, which "
-            "the passes need. Remove --batch_size."
-        )
-    enable = next((getattr(model, name) for name in _CHECKPOINTING if hasattr(model, name)), None)
-    is_supported = getattr(model, "supports_gradient_checkpointing", False)
-    if options.gradient_checkpointing and is_supported and enable is not None:
-        enable({"use_reentrant": False, "preserve_rng_state": False})
-        model.config.use_cache = False
-    dtype = None if options.mixed_precision == "no" else torch.bfloat16
-    passes = passes_of_batch(options.batch_size, options.sequence_length)
-    try:
-        return moments_of(model.train(), passes, dtype=dtype)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedError(
-            f"argument --batch_size: the passes of {type(model).__name__} cannot run on fake tensors "
-            f"({str(error).splitlines()[0]}). Remove --batch_size."
-        ) from None
 
 
 _LABELS_OF_TOKENS = (
@@ -157,25 +153,24 @@ def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any,
     """
     ids = partial(torch.ones, dtype=torch.int64)
 
-    def inputs_of(config: Any, main: str) -> Tensor:
+    def run(model: Any) -> tuple[Any, ...]:
+        config, main = model.config, getattr(model, "main_input_name", "")
         if main == "input_ids":
-            return ids(batch, length)
-        if main == "input_values":
-            return torch.ones(batch, length)
-        if main == "input_features":
-            return torch.ones(batch, config.num_mel_bins, length)
-        if main == "pixel_values":
+            inputs = ids(batch, length)
+        elif main == "input_values":
+            inputs = torch.ones(batch, length)
+        elif main == "input_features":
+            inputs = torch.ones(batch, config.num_mel_bins, length)
+        elif main == "pixel_values":
             size = getattr(config, "image_size", 224)
             height, width = (size, size) if isinstance(size, int) else size
-            return torch.ones(batch, getattr(config, "num_channels", 3), height, width)
-        raise UnsupportedError(
-            f"the model takes {main!r}, for which passes cannot be estimated. Remove --batch_size."
-        )
-
-    def run(model: Any) -> tuple[Any, ...]:
-        main: str = getattr(model, "main_input_name", "")
-        keywords = {main: inputs_of(model.config, main)}
-        if getattr(model.config, "is_encoder_decoder", False):
+            inputs = torch.ones(batch, getattr(config, "num_channels", 3), height, width)
+        else:
+            raise UnsupportedError(
+                f"the model takes {main!r}, for which passes cannot be estimated. Remove --batch_size."
+            )
+        keywords = {main: inputs}
+        if getattr(config, "is_encoder_decoder", False):
             keywords["decoder_input_ids"] = ids(batch, length)
         name = type(model).__name__
         if name.endswith(_LABELS_OF_TOKENS):

@@ -194,19 +194,19 @@ def weights_in(model: nn.Module, dtype: str) -> Weights:
     return Weights(total=sizes[""], largest=largest, layers=tuple(layers))
 
 
-def sizes_of(model: nn.Module) -> ModelSizes:
-    """Count a model's elements.
+def sizes_of(
+    model: nn.Module,
+    parameters: Iterable[Tensor] | None = None,
+    count: Callable[[Tensor], int] = torch.numel,
+) -> ModelSizes:
+    """Count the elements of a model, or of some of its parameters and of the blocks that they make.
 
     Example:
         >>> sizes_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         ModelSizes(parameters=40, trainable=40, blocks=(), largest=16, buffers=0, matrices=32, matrix=16)
     """
-    return _sizes_of(model, model.parameters(), torch.numel)
-
-
-def _sizes_of(model: nn.Module, parameters: Iterable[Tensor], count: Callable[[Tensor], int]) -> ModelSizes:
-    """Count the elements of some parameters, and of the blocks that they make."""
-    own = {id(parameter): parameter for parameter in parameters}
+    chosen = model.parameters() if parameters is None else parameters
+    own = {id(parameter): parameter for parameter in chosen}
     trainable = [parameter for parameter in own.values() if parameter.requires_grad]
     groups = Muon(model).param_groups if trainable else ()  # its AdamW updates what is no matrix
     matrices = [
@@ -260,7 +260,7 @@ def shares_of(model: nn.Module, config: ParallelismConfig) -> list[DeviceShare]:
     return [
         DeviceShare(
             name=f"FSDP2, {name}" if shards > 1 else name,
-            sizes=_sizes_of(model, stage, count),
+            sizes=sizes_of(model, stage, count),
             shards=shards,
             experts=sum(own[id(p)] - count(p) for p in stage if id(p) in of_experts),
             sequence=sizes["cp"] * sizes["sp"],

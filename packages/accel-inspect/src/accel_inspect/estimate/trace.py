@@ -10,7 +10,6 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -146,9 +145,12 @@ class MemoryTracker(TorchDispatchMode):
         """Return whether a value is a tensor that was moved to the host, or computed from such tensors."""
         return isinstance(value, Tensor) and self._kind_of(value) == _HOST
 
-    def moving(self, *, to_host: bool) -> AbstractContextManager[None]:
-        """Place tensors that are created within the block on the host, or on the device."""
-        return replaced_attributes(self, {"_moved_to": _HOST if to_host else "working"})
+    def move(self, tensor: Tensor, *, to_host: bool) -> Tensor:
+        """Copy a tensor to the host, as `Tensor.cpu` does, or to the device."""
+        if self.is_paused or self.has_on_host(tensor) == to_host:
+            return tensor
+        with replaced_attributes(self, {"_moved_to": _HOST if to_host else "working"}):
+            return tensor.clone()
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer) -> Generator[None]:
