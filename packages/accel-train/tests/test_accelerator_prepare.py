@@ -65,7 +65,7 @@ def test_what_was_prepared_before_passes_through():
         [model, optimizer], device_placement=None, default=True, prepared=[model, optimizer]
     )
     assert bundle.others == [model, optimizer]
-    assert bundle.models == []
+    assert not bundle.models
 
 
 def test_wrappers_of_another_accelerator_are_taken_off():

@@ -396,6 +396,11 @@ class AcceleratedScheduler:
         self.scheduler.load_state_dict(state_dict)
 
 
+def is_lomo(optimizer: object) -> bool:
+    """Return whether an optimizer is from lomo-optim: it steps in the backward pass."""
+    return any(kind.__module__.partition(".")[0] == "lomo_optim" for kind in type(optimizer).__mro__)
+
+
 def check_clock(step_per: str | None, argument: str) -> None:
     """Refuse an unknown clock."""
     if step_per is not None and step_per not in get_args(StepPer):

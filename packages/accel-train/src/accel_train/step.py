@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_ops import collectives
 from accel_ops.modules import replace_forward
 from accel_ops.tree import by_device, recursively_apply
+from accel_plugins.optimizer import is_lomo
 from accel_plugins.strategy import Feature, Strategy
 from accel_state.accelerator_state import AccumulationWindow, GradientState
 from accel_state.errors import SettingsError, UnsupportedError
@@ -389,11 +390,6 @@ def fused_backward(
         )
     for optimizer in fused:
         optimizer.fused_backward(loss, learning_rate)
-
-
-def is_lomo(optimizer: object) -> bool:
-    """Return whether an optimizer is from lomo-optim: it steps in the backward pass."""
-    return any(kind.__module__.partition(".")[0] == "lomo_optim" for kind in type(optimizer).__mro__)
 
 
 class LocalSGD:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,23 +20,27 @@ from accel_ops.modules import (
     extract_model_from_parallel,
     has_compiled_regions,
     is_compiled_module,
+    model_has_dtensor,
+    size_at_load,
     without_compiler,
 )
-from accel_plugins import sharding
-from accel_plugins.kwargs import TilingKwargs
-from accel_plugins.optimizer import AcceleratedScheduler, StepPer, without_wrapper
+from accel_plugins import fsdp, sharding
+from accel_plugins.kwargs import AutocastKwargs, GradScalerKwargs, TilingKwargs
+from accel_plugins.optimizer import AcceleratedScheduler, StepPer, is_lomo, without_wrapper
+from accel_plugins.precision import build_precision
 from accel_plugins.strategy import Bundle, FromConfiguration
 from accel_plugins.unsharded import has_device_map, has_offloaded_parameters
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.labels import DynamoBackend
 from accel_state.logging import get_logger
 from accel_train import observing
-from accel_train.accelerator.presharded import adopt_sharded
 from accel_train.data.adapter import DataLoaderAdapter, PreparedLoader
 from accel_train.data.prepare import prepare_data_loader
-from accel_train.step import is_lomo
+from accel_train.step import bind_backward, bind_step
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from accel_train.accelerator import Accelerator
 
 
@@ -130,8 +135,8 @@ def sort_arguments(
             f"device_placement={device_placement!r} has {len(device_placement)} entries for the "
             f"{len(arguments)} arguments of prepare(). Pass one for each, or None for the default."
         )
-    by_kind: dict[str, list[Any]] = {known: [] for known in (*_KINDS, OTHERS)}
-    placements: dict[str, list[bool]] = {known: [] for known in by_kind}
+    by_kind: dict[str, list[Any]] = defaultdict(list)
+    placements: dict[str, list[bool]] = defaultdict(list)
     order: list[tuple[str, int]] = []
     for argument, placement in zip(arguments, device_placement, strict=True):
         is_prepared, found = argument in prepared, kind_of(argument)
@@ -191,18 +196,20 @@ def _warn_unprepared(argument: Any) -> None:
 
 def _check(accelerator: Accelerator, bundle: Bundle, *, evaluation: bool) -> None:
     """Refuse what the run cannot train, before anything is changed; adopt models that are sharded already."""
+    parts = accelerator._parts
     for model in () if evaluation else bundle.models:
         _check_quantised(model, accelerator.device)
-    if accelerator.use_distributed and not evaluation:
-        adopt_sharded(bundle.models, accelerator)
+    if parts.runtime.topology.world_size > 1 and not evaluation:
         for model in bundle.models:
+            if parts.strategy.name != "presharded" and _is_sharded(model, parts.strategy.mesh):
+                _adopt_sharded(model, accelerator)
             if has_device_map(model) or has_offloaded_parameters(model):
                 raise UnsupportedError(
                     f"{type(model).__qualname__} is spread over several devices, the host or the disk, and "
                     "cannot be trained by several processes. Load it without device_map, or start one "
                     "process."
                 )
-    strategy = accelerator._parts.strategy
+    strategy = parts.strategy
     for argument in (*bundle.optimizers, *bundle.schedulers, *bundle.dataloaders):
         if isinstance(argument, FromConfiguration):
             strategy.require(argument.feature, type(argument).__name__)
@@ -245,6 +252,59 @@ def _prepare_models(
     if parts.compiler.backend == DynamoBackend.NO:
         return bundle
     return replace(bundle, models=[_compile(accelerator, model) for model in bundle.models])
+
+
+def _is_sharded(model: nn.Module, mesh: DeviceMesh | None) -> bool:
+    """Return whether a model was already sharded; under tensor parallelism, its layers may be DTensors."""
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        return True
+    if "_is_accelerate_prepared" in vars(model):
+        return False
+    has_tp = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
+    return model_has_dtensor(model) and (not has_tp or fsdp.presharded.data_mesh(model) is not None)
+
+
+def _adopt_sharded(model: nn.Module, accelerator: Accelerator) -> None:
+    """Switch to the strategy that trains models that are sharded already, such as this one, as they are."""
+    parts, name = accelerator._parts, type(model).__qualname__
+    if not parts.strategy.keeps_sharded:
+        raise UnsupportedError(
+            f"{name} is already sharded, as by from_pretrained(distributed_config=...), but the strategy "
+            f"{parts.strategy.name!r} shards models itself. Load it without these arguments."
+        )
+    stages = size_at_load(model, "pp_size") or 1
+    if stages > 1:
+        raise UnsupportedError(
+            f"{name} was loaded with pp_size={stages}, as stages of transformers' own pipeline, which "
+            "returns no gradients from one stage to the one before. Load it without these arguments, and "
+            f"pass ParallelismConfig(pp_size={stages})."
+        )
+    if parts.recipe is not None:
+        raise UnsupportedError(
+            f"{name} is already sharded, but mixed_precision={accelerator.state.mixed_precision!r} replaces "
+            "layers, which must come first. Use 'bf16'."
+        )
+    if parts.prepared.optimizers or parts.prepared.dataloaders or parts.prepared.models:
+        raise SettingsError(
+            f"{name} is already sharded and determines which ranks read different batches. Prepare it before "
+            "anything else, or together with its optimizer and loaders."
+        )
+    runtime, handlers = parts.runtime, parts.handlers
+    precision = build_precision(
+        accelerator.state.mixed_precision,
+        runtime.device,
+        handlers.get(AutocastKwargs),  # pyright: ignore[reportArgumentType] - by its own type
+        handlers.get(GradScalerKwargs),  # pyright: ignore[reportArgumentType] - by its own type
+        shared=True,
+    )
+    strategy = fsdp.presharded.PreshardedStrategy(model, runtime, precision, handlers)
+    accelerator.state.device_mesh = strategy.mesh
+    parts.synchronizer.no_sync = strategy.no_sync
+    parts.strategy, parts.precision = strategy, precision
+    parts.backward = bind_backward(strategy, None, None)
+    parts.after_step = (parts.preemption and parts.preemption.count_optimizer_step,)
+    parts.step = bind_step(strategy, parts.after_step)
+    parts.checkpoints.strategy, parts.checkpoints.precision = strategy, precision
 
 
 def _check_quantised(model: nn.Module, device: torch.device) -> None:
@@ -379,7 +439,7 @@ def _wrap_schedulers(accelerator: Accelerator, bundle: Bundle, step_per: StepPer
                 scheduler,
                 own or known,
                 step_with_optimizer=accelerator.step_scheduler_with_optimizer,
-                split_batches=accelerator.split_batches,
+                split_batches=accelerator.dataloader_config.split_batches,
                 step_per=step_per or accelerator.step_scheduler_per,
                 num_shards=strategy.sharding.num_shards,
             )

@@ -117,8 +117,7 @@ def prepare_data_loader(
     # Each rank reads data that is sharded already with its own generator.
     world, index, together = (1, 0, 1) if already_sharded else (ranks, index, together)
     is_own = already_sharded or is_stream
-    types = [RNGType(kind) for kind in rng_types or ()]
-    types = [kind for kind in types if not (is_own and kind is RNGType.GENERATOR)]
+    types = [kind for kind in map(RNGType, rng_types or ()) if not (is_own and kind is RNGType.GENERATOR)]
     device = (runtime.active.device if device is None else torch.device(device)) if put_on_device else None
     compiles = device is not None and runtime_module(device) is not None
     shards: dict[str, Any] = {
