@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_plugins import ddp, single
+from accel_plugins import ddp
 from accel_plugins.fsdp import fsdp1, fsdp2
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import DataLoaderConfiguration
@@ -23,6 +23,7 @@ from accel_plugins.parallelism import tensor
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.pipeline import strategy as pipeline
 from accel_plugins.precision import build_precision
+from accel_plugins.strategy import Strategy
 from accel_plugins.testing import STRATEGY_CHECKS, StrategySubject, check_strategy
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import UnsupportedError
@@ -64,7 +65,7 @@ def subject(
 
 @distributed(world_size=1, device="npu")
 def test_one_process_conforms(tmp_path: Path) -> None:
-    check_strategy(subject(tmp_path, single.SingleStrategy))
+    check_strategy(subject(tmp_path, Strategy))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp"])

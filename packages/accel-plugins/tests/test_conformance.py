@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_plugins.precision import build_precision
-from accel_plugins.single import SingleStrategy
+from accel_plugins.strategy import Strategy
 from accel_plugins.testing import (
     STRATEGY_CHECKS,
     ConformanceError,
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from accel_plugins.strategy import Bundle, Strategy
+    from accel_plugins.strategy import Bundle
 
 CPU = torch.device("cpu")
 
 
 def make_single() -> Strategy:
-    return make(SingleStrategy)
+    return make(Strategy)
 
 
 def make(kind: type[Strategy]) -> Strategy:
@@ -44,12 +44,12 @@ def test_one_process_conforms(name: str, tmp_path: Path):
     STRATEGY_CHECKS[name](subject(tmp_path))
 
 
-class Forgetful(SingleStrategy):
+class Forgetful(Strategy):
     def backward(self, loss: Any, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
         loss.backward(**kwargs)
 
 
-class Copying(SingleStrategy):
+class Copying(Strategy):
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         return replace(bundle, models=[Around(model) for model in bundle.models])
 
@@ -80,7 +80,7 @@ def test_only_declared_features_are_checked(tmp_path: Path):
     check_strategy(subject(tmp_path, lambda: make(NoClipping)))
 
 
-class NoClipping(SingleStrategy):
+class NoClipping(Strategy):
     features = frozenset()
 
     def clip_grad_value(self, *args: Any, **kwargs: Any) -> None:

@@ -12,16 +12,13 @@ from torch import nn
 
 from accel_plugins.ddp import DdpStrategy
 from accel_plugins.precision import build_precision
-from accel_plugins.single import SingleStrategy
-from accel_plugins.strategy import Bundle
+from accel_plugins.strategy import Bundle, Strategy
 from accel_plugins.testing import StrategySubject, check_strategy
 from accel_state.collectives import TorchCollectives
 from accel_state.runtime import Runtime
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from accel_plugins.strategy import Strategy
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +36,7 @@ def subject(directory: Path, strategy: type[Strategy], runtime: Runtime) -> Stra
 
 
 def test_one_process_conforms_on_the_accelerator(tmp_path: Path):
-    check_strategy(subject(tmp_path, SingleStrategy, make_runtime()))
+    check_strategy(subject(tmp_path, Strategy, make_runtime()))
 
 
 def test_ddp_conforms_on_the_accelerator(tmp_path: Path):

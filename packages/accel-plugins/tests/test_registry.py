@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from copy import deepcopy
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import accel_plugins
 from accel_plugins import registry
@@ -21,6 +23,7 @@ from accel_plugins.precision import build_precision
 from accel_plugins.registry import choose
 from accel_plugins.strategy import Bundle, Feature, Strategy, StrategySpec
 from accel_plugins.torchft import strategy as torchft
+from accel_plugins.unsharded import move_to_device
 from accel_state import lazy as tables
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.runtime import Runtime
@@ -122,8 +125,10 @@ def test_a_bundle_gives_everything_back_in_the_callers_order(permutation: list[i
 
 
 def test_placement_is_allowed_unless_the_caller_said_no():
-    assert Bundle().may_move(3)
-    assert [Bundle(placements=[True, False]).may_move(i) for i in (0, 1)] == [True, False]
+    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    for placements, expected in (((), ["meta", "meta"]), ((True, False), ["meta", "cpu"])):
+        moved = move_to_device(Bundle(models=deepcopy(models), placements=placements), torch.device("meta"))
+        assert [next(model.parameters()).device.type for model in moved] == expected
 
 
 def test_a_feature_that_is_not_offered_is_refused_by_name():

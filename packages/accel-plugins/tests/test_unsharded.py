@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,23 +11,19 @@ from torch import nn
 
 from accel_plugins.ddp import DdpStrategy
 from accel_plugins.precision import build_precision
-from accel_plugins.single import SingleStrategy
-from accel_plugins.strategy import Bundle
+from accel_plugins.strategy import Bundle, Strategy
 from accel_plugins.unsharded import load_in_place
 from accel_state.errors import SettingsError
 from accel_state.runtime import Runtime
 
-if TYPE_CHECKING:
-    from accel_plugins.strategy import Strategy
-
 CPU = torch.device("cpu")
 
 
-def make(kind: type[Strategy] = SingleStrategy, device: torch.device = CPU) -> Strategy:
+def make(kind: type[Strategy] = Strategy, device: torch.device = CPU) -> Strategy:
     return kind(cast("Any", None), Runtime(device=device), build_precision("no", CPU), {})
 
 
-@pytest.mark.parametrize("kind", [SingleStrategy, DdpStrategy])
+@pytest.mark.parametrize("kind", [Strategy, DdpStrategy])
 def test_a_meta_model_is_refused_by_the_name_of_its_parameter(kind: Any):
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(1, 1))

@@ -27,8 +27,7 @@ from accel_plugins.kwargs import (
 )
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.precision import ShardedGradScaler
-from accel_plugins.single import SingleStrategy
-from accel_plugins.strategy import StrategySpec
+from accel_plugins.strategy import Strategy, StrategySpec
 from accel_state import lazy as tables
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError
@@ -275,7 +274,7 @@ def test_the_constructor_keeps_the_documented_order_of_arguments():
 
 
 def test_an_installed_strategy_that_applies_trains_the_run(monkeypatch):
-    class Mine(SingleStrategy):
+    class Mine(Strategy):
         name = "mine"
 
         def __init__(self, settings, runtime, precision, handlers):
@@ -293,7 +292,7 @@ def test_an_installed_strategy_that_applies_trains_the_run(monkeypatch):
 def lazy(events):
     """A strategy of a device that executes on request."""
 
-    class Lazy(SingleStrategy):
+    class Lazy(Strategy):
         name = "lazy"
 
         def __init__(self, settings, runtime, precision, handlers):

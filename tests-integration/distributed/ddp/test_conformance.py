@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_plugins import ddp, single
+from accel_plugins import ddp
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.kwargs import GradScalerKwargs
 from accel_plugins.precision import build_precision
-from accel_plugins.strategy import BatchSharding, Bundle
+from accel_plugins.strategy import BatchSharding, Bundle, Strategy
 from accel_plugins.testing import STRATEGY_CHECKS, ConformanceError, StrategySubject, check_strategy
 from accel_state.partial_state import PartialState
 from harness import distributed
@@ -120,7 +120,7 @@ def test_a_strategy_that_does_not_synchronise_fails_the_suite(tmp_path):
     runtime = PartialState(cpu=True).runtime
 
     def make():
-        alone = single.SingleStrategy(None, runtime, build_precision("no", CPU), {})
+        alone = Strategy(None, runtime, build_precision("no", CPU), {})
         alone.sharding = BatchSharding(num_shards=2, shard_index=runtime.topology.rank)
         return alone
 

@@ -105,10 +105,16 @@ class DistributedDataParallelKwargs(KwargsHandler):
             return
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+        # torch's function is for batches of matrices, and `batched_powerSGD_hook` gives it one matrix:
         # https://github.com/pytorch/pytorch/pull/75157
-        is_batched = self.comm_hook is _Hook.BATCHED_POWER_SGD
-        if is_batched and not hasattr(powerSGD_hook._orthogonalize, "__wrapped__"):
-            powerSGD_hook._orthogonalize = _orthogonalize_each(powerSGD_hook._orthogonalize)
+        orthogonalize: Callable[..., None] = powerSGD_hook._orthogonalize
+        if self.comm_hook is _Hook.BATCHED_POWER_SGD and not hasattr(orthogonalize, "__wrapped__"):
+
+            @wraps(orthogonalize)
+            def of_any_dims(matrices: Tensor, epsilon: float = 0) -> None:
+                orthogonalize(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
+
+            powerSGD_hook._orthogonalize = of_any_dims
         functions: dict[_Hook, Callable[..., Any]] = {
             _Hook.NO: default_hooks.allreduce_hook,
             _Hook.FP16: default_hooks.fp16_compress_hook,
@@ -249,13 +255,3 @@ def _warn_about_local_gradients(optimizer: Optimizer) -> None:
                 reason,
             )
             return
-
-
-def _orthogonalize_each(orthogonalize: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's function for batches of matrices, to which `batched_powerSGD_hook` gives one matrix."""
-
-    @wraps(orthogonalize)
-    def of_any_dims(matrices: Tensor, epsilon: float = 0) -> None:
-        orthogonalize(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
-
-    return of_any_dims

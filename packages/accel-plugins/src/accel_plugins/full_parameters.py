@@ -89,19 +89,6 @@ def named_parameters_of(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...],
     return group_tied_names({name: value for name, value in state.items() if isinstance(value, nn.Parameter)})
 
 
-def full_sources(state: Mapping[str, Any]) -> list[ParameterSource]:
-    """Return the sources of the parameters in a state dict of `keep_vars=True`, which are full on this rank.
-
-    Example:
-        >>> [source.names for source in full_sources(nn.Linear(2, 1).state_dict(keep_vars=True))]
-        [('weight',), ('bias',)]
-    """
-    return [
-        ParameterSource(names=names, shape=value.shape, dtype=value.dtype, full=value.detach())
-        for names, value in named_parameters_of(state)
-    ]
-
-
 def iter_gathered(
     sources: Sequence[ParameterSource],
     request: FullParameters,
@@ -125,15 +112,9 @@ def iter_gathered(
                 torch.empty(source.shape, dtype=request.dtype_of(source.dtype), device="meta")
                 for source in bucket
             ]
-        yield from _named(bucket, full, request)
-
-
-def _named(
-    bucket: Sequence[ParameterSource], full: Sequence[Tensor], request: FullParameters
-) -> Iterator[tuple[str, Tensor]]:
-    for source, tensor in zip(bucket, full, strict=True):
-        for name in source.names if request.keep else ():
-            yield name, tensor
+        for source, tensor in zip(bucket, full, strict=True):
+            for name in source.names if request.keep else ():
+                yield name, tensor
 
 
 def fill_buckets(

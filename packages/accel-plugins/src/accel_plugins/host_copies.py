@@ -34,7 +34,15 @@ def move_to_host(tensors: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> l
     """
     copies: dict[int, HostCopy] = {}
     for storage in _storages_on_device(tensors):
-        copies.setdefault(storage._cdata, (storage, storage.nbytes(), _host_copy(storage)))
+        if storage._cdata in copies:
+            continue
+        streams = device_streams(storage.device)
+        host = None if streams is None else pinned_if_possible(streams, storage.nbytes())
+        if streams is None or host is None:
+            host = _bytes_of(storage).cpu()
+        else:
+            streams.copy_(host, _bytes_of(storage))
+        copies[storage._cdata] = storage, storage.nbytes(), host
     for storage in _storages_on_device(scratch):
         copies.setdefault(storage._cdata, (storage, storage.nbytes(), None))
     for device in {storage.device for storage, _, _ in copies.values()}:
@@ -56,35 +64,21 @@ def move_back(copies: Iterable[HostCopy]) -> None:
             _bytes_of(storage).copy_(host)
 
 
-def _host_copy(storage: UntypedStorage) -> Tensor:
-    streams = device_streams(storage.device)
-    host = None if streams is None else pinned_if_possible(streams, storage.nbytes())
-    if streams is None or host is None:
-        return _bytes_of(storage).cpu()
-    streams.copy_(host, _bytes_of(storage))
-    return host
-
-
 def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _storages_on_device(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
+def _storages_on_device(tensors: Iterable[Any]) -> Iterator[UntypedStorage]:
     for tensor in tensors:
-        for part in _plain_parts(tensor):
-            if part.layout is torch.strided and part.device.type not in {"cpu", "meta"}:
-                storage = part.untyped_storage()
-                if storage.nbytes():
-                    yield storage
-
-
-def _plain_parts(tensor: Any) -> Iterator[Tensor]:
-    """Yield the ordinary tensors in a tensor, of which a `DTensor` has one and a quantized one several."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain_parts(getattr(tensor, name))
-    elif isinstance(tensor, Tensor):  # and not the mesh of a `DTensor`
-        yield tensor
+        if is_traceable_wrapper_subclass(tensor):
+            # A `DTensor` has one ordinary tensor inside, a quantized one several.
+            yield from _storages_on_device(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        elif not isinstance(tensor, Tensor):
+            continue  # the mesh of a `DTensor`
+        elif tensor.layout is torch.strided and tensor.device.type not in {"cpu", "meta"}:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                yield storage
 
 
 class _ReturnsItsArgument(TorchDispatchMode):

@@ -383,7 +383,13 @@ class TorchDynamoPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         names = {"fullgraph": "use_fullgraph", "dynamic": "use_dynamic"}
         resolve_fields(self, "dynamo", {**_COMPILE_DEFAULTS, "use_regional_compilation": False}, names)
-        self.backend = _backend_of(cast("Any", self.backend))
+        name = str(getattr(self.backend, "value", self.backend)).upper()
+        name = next((old.upper() for old, new in _XLA_BACKENDS.items() if new.upper() == name), name)
+        if name not in DynamoBackend:
+            backends = [backend.lower() for backend in DynamoBackend.list()]
+            hint = did_you_mean(name.lower(), backends, f"there are {backends}.")
+            raise SettingsError(f"TorchDynamoPlugin(backend={self.backend!r}): no such compiler; {hint}")
+        self.backend = DynamoBackend(name)
         expect(self, "mode", "a text", isinstance(self.mode, str))
         expect_flags(self, "dynamic")
 
@@ -396,16 +402,6 @@ class TorchDynamoPlugin(KwargsHandler):
         """Return the arguments of `torch.compile` that differ from its defaults, whatever their source."""
         values = self.to_dict()
         return {name: values[name] for name, default in _COMPILE_DEFAULTS.items() if values[name] != default}
-
-
-def _backend_of(value: DynamoBackend | str) -> DynamoBackend:
-    name = value.value if isinstance(value, DynamoBackend) else str(value).upper()
-    name = next((old.upper() for old, new in _XLA_BACKENDS.items() if new.upper() == name), name)
-    if name in DynamoBackend:
-        return DynamoBackend(name)
-    backends = [backend.lower() for backend in DynamoBackend.list()]
-    hint = did_you_mean(name.lower(), backends, f"there are {backends}.")
-    raise SettingsError(f"TorchDynamoPlugin(backend={value!r}): no such compiler; {hint}")
 
 
 ActivityName = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]

@@ -305,8 +305,7 @@ class LossScaling:
 
     def add(self, optimizers: Iterable[Optimizer]) -> None:
         """Add optimizers; the scale is updated once all of them have stepped."""
-        for optimizer in optimizers:
-            self._optimizers.add(optimizer)
+        self._optimizers.update(optimizers)
 
     def _check_dtypes(self, optimizer: Optimizer) -> None:
         """Refuse gradients in float16, unless a program unscales them by its own function."""
@@ -364,8 +363,7 @@ class LossScaling:
         if optimizer in self._stepped:
             name = type(optimizer).__name__
             raise RuntimeError(f"{name}.step() was called twice for one loss. Call backward() in between.")
-        if optimizer not in self._optimizers:
-            self.add([optimizer])
+        self._optimizers.add(optimizer)
         if decides_on_device(optimizer):
             self._check_dtypes(optimizer)
             if optimizer in self._unscaled:

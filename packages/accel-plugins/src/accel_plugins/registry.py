@@ -53,7 +53,7 @@ BUILT_IN: Mapping[str, StrategySpec] = {
         _spec("fsdp2", "fsdp.fsdp2:Fsdp2Strategy", _FSDP2, **_CASTS),
         _spec("tp", "parallelism.tensor:TensorParallelStrategy", {"parallelism": None}, **_SHARDS),
         _spec("ddp", "ddp:DdpStrategy"),
-        _spec("single", "single:SingleStrategy", max_processes=1),
+        _spec("single", "strategy:Strategy", max_processes=1),
     )
 }
 """The strategies that come with accel."""
@@ -67,7 +67,7 @@ def load(strategy: str | StrategySpec) -> StrategyFactory:
 
     Example:
         >>> load("single").__name__
-        'SingleStrategy'
+        'Strategy'
     """
     spec = STRATEGIES.find(strategy) if isinstance(strategy, str) else strategy
     return STRATEGIES.resolve(spec.name, spec.build)

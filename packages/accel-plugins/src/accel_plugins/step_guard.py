@@ -64,9 +64,17 @@ class GuardedSteps:
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Measure gradients that are about to be clipped, once after each backward pass."""
+        runtime, limit = self._strategy.runtime, self._guard.max_norm
         for optimizer in optimizers:
-            if optimizer not in self._flags:
-                self._flags[optimizer] = self._measure(optimizer)
+            if optimizer in self._flags:
+                continue
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            # It is None for engines that clip later, which lack the feature.
+            norm: Any = self._strategy.clip_grad_norm(parameters, math.inf)
+            largest = torch.finfo(norm.dtype).max if limit is None else limit
+            flag = (norm <= largest).logical_not().to(runtime.device, torch.float32)
+            runtime.collectives.all_reduce(flag, op="max")  # also where a program left gradients local
+            self._flags[optimizer] = flag
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
         """Step unless the gradients are not finite or too large.
@@ -83,10 +91,26 @@ class GuardedSteps:
                 f"{type(optimizer).__name__}.step(closure) cannot be combined with {self._guard!r}: the "
                 "gradients are computed within the step."
             )
-        self._give_up_if_due(optimizer)
+        # 1. Give up if the steps before this one were skipped. The host reads the count at a fixed step, so
+        # that all ranks raise there. It waits for the step before, while the device has the work of a whole
+        # forward and backward pass.
+        copied, event = self._copies.get(optimizer, (None, None))
+        if event is not None and not event.query():
+            event.synchronize()
+        if copied is not None and copied.item() >= self._guard.give_up_after:
+            raise FloatingPointError(
+                f"{type(optimizer).__name__} skipped {int(copied.item())} steps in a row, whose gradients "
+                f"were not finite or too large: {self._guard!r} gives up. Its parameters and state are those "
+                "before these steps."
+            )
+        # 2. Step, on the device if the optimizer's kernel reads the attribute `found_inf` there.
         self.unscale([optimizer])
         flag, stepped = self._flags.pop(optimizer), True
-        if _takes_flag(optimizer, flag.device):
+        if (
+            decides_on_device(optimizer)
+            and "grad_scaler" not in inspect.signature(optimizer.step).parameters
+            and all(p.device == flag.device for group in optimizer.param_groups for p in group["params"])
+        ):
             fused: Any = optimizer
             fused.found_inf = flag
             try:
@@ -106,16 +130,6 @@ class GuardedSteps:
     def load_state_dict(self, state: StateDict) -> None:
         """Do nothing."""
 
-    def _measure(self, optimizer: Optimizer) -> Tensor:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        # It is None for engines that clip later, which lack the feature.
-        norm: Any = self._strategy.clip_grad_norm(parameters, math.inf)
-        largest = torch.finfo(norm.dtype).max if self._guard.max_norm is None else self._guard.max_norm
-        runtime = self._strategy.runtime
-        flag = (norm <= largest).logical_not().to(runtime.device, torch.float32)
-        runtime.collectives.all_reduce(flag, op="max")  # also where a program left gradients local
-        return flag
-
     def _count(self, optimizer: Optimizer, flag: Tensor) -> None:
         """Count skipped steps in a row, and begin to copy the count to the host."""
         count = self._skipped[optimizer] = (self._skipped.get(optimizer, 0.0) + 1) * flag
@@ -131,28 +145,3 @@ class GuardedSteps:
         event = streams.new_event()
         event.record(streams.current_stream())
         self._copies[optimizer] = copied, event
-
-    def _give_up_if_due(self, optimizer: Optimizer) -> None:
-        """Raise if the steps before this one were skipped.
-
-        The host reads the count at a fixed step, so that all ranks raise there. It waits for the step before,
-        while the device has the work of a whole forward and backward pass.
-        """
-        copied, event = self._copies.get(optimizer, (None, None))
-        if copied is None:
-            return
-        if event is not None and not event.query():
-            event.synchronize()
-        if copied.item() >= self._guard.give_up_after:
-            raise FloatingPointError(
-                f"{type(optimizer).__name__} skipped {int(copied.item())} steps in a row, whose gradients "
-                f"were not finite or too large: {self._guard!r} gives up. Its parameters and state are those "
-                "before these steps."
-            )
-
-
-def _takes_flag(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether a step on this device can be skipped by the attribute `found_inf`."""
-    if not decides_on_device(optimizer) or "grad_scaler" in inspect.signature(optimizer.step).parameters:
-        return False
-    return all(p.device == device for group in optimizer.param_groups for p in group["params"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import field, replace
 from enum import Enum, auto
@@ -216,10 +216,6 @@ class Bundle:
     order: Sequence[tuple[str, int]] = ()
     placements: Sequence[bool] = ()
 
-    def may_move(self, index: int) -> bool:
-        """Return whether the model at `index` may be moved to the device."""
-        return self.placements[index] if self.placements else True
-
     def in_order(self) -> list[Any]:
         """Return the contents in the caller's order."""
         return [getattr(self, kind)[index] for kind, index in self.order]
@@ -385,9 +381,22 @@ class Strategy:
             models: All prepared models.
             optimizers: All prepared optimizers, without our wrapper.
         """
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        parameters: list[Tensor] = [
+            *(parameter for model in models for parameter in model.parameters()),
+            *(parameter for group in groups for parameter in group["params"]),
+        ]
         for kind in kinds:
-            scratch = self.gradient_buckets(models) if kind == "gradients" else ()
-            self.offloaded[kind] = move_to_host(_tensors_of(kind, models, optimizers), scratch)
+            scratch: Iterable[Tensor] = ()
+            if kind == "optimizer":
+                states = [state for optimizer in optimizers for state in optimizer.state.values()]
+                tensors = [leaf for state in states for _, leaf in walk(state) if isinstance(leaf, Tensor)]
+            elif kind == "parameters":
+                tensors = [*parameters, *(buffer for model in models for buffer in model.buffers())]
+            else:
+                tensors = [parameter.grad for parameter in parameters if parameter.grad is not None]
+                scratch = self.gradient_buckets(models)
+            self.offloaded[kind] = move_to_host(tensors, scratch)
 
     def reload_states(self, kinds: Iterable[StateKind]) -> None:
         """Move states back to the device, bit for bit; `kinds` are in `offloaded`."""
@@ -511,24 +520,3 @@ class Strategy:
     def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any], **options: Any) -> Any:
         """Return the schedule that `prepare` returns; `options` are those of `AcceleratedScheduler`."""
         return AcceleratedScheduler(scheduler, [*optimizers], **options)
-
-
-def _tensors_of(
-    kind: StateKind, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
-) -> Iterator[Tensor]:
-    """Yield the tensors of states, some more than once."""
-    if kind == "optimizer":
-        for optimizer in optimizers:
-            leaves = (leaf for state in optimizer.state.values() for _, leaf in walk(state))
-            yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        return
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    parameters = [
-        *(parameter for model in models for parameter in model.parameters()),
-        *(parameter for group in groups for parameter in group["params"]),
-    ]
-    if kind == "parameters":
-        yield from parameters
-        yield from (buffer for model in models for buffer in model.buffers())
-    else:
-        yield from (parameter.grad for parameter in parameters if parameter.grad is not None)

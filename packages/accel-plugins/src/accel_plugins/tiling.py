@@ -234,11 +234,11 @@ class _SummedLoss(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
         of_bias = torch.zeros_like(bias, dtype=exact) if wanted[2] and bias is not None else None
         with torch.autocast(hidden.device.type, enabled=False):
-            matrix = weight.to(task.dtype)
+            matrix, offsets = weight.to(task.dtype), None if bias is None else bias.to(task.dtype)
             for start in range(0, len(hidden), task.chunk_size):
                 rows = slice(start, start + task.chunk_size)
                 inputs = hidden[rows].to(task.dtype)
-                logits = functional.linear(inputs, matrix, _cast(bias, task))
+                logits = functional.linear(inputs, matrix, offsets)
                 loss, gradient = _loss_and_gradient(logits.to(exact), labels[rows], task)
                 total += loss
                 if of_bias is not None:
@@ -323,11 +323,11 @@ class _LogProbs(torch.autograd.Function):
         log_probs, entropies = (result.view(-1) for result in results)
         normalizers = torch.empty_like(log_probs)  # the logarithms of the sums of exponentials
         with torch.autocast(hidden.device.type, enabled=False):
-            matrix = weight.to(task.dtype)
+            matrix, offsets = weight.to(task.dtype), None if bias is None else bias.to(task.dtype)
             for start in range(0, len(hidden), task.chunk_size):
                 rows = slice(start, start + task.chunk_size)
                 inputs, counts = hidden[rows].to(task.dtype), labels[rows] != task.ignore_index
-                logits = functional.linear(inputs, matrix, _cast(bias, task)).to(exact)
+                logits = functional.linear(inputs, matrix, offsets).to(exact)
                 task.scale_and_cap(logits)
                 index, is_local = task.index(labels[rows], logits.shape[1])
                 target = task.reduce((logits.gather(1, index) * is_local)[:, 0])
@@ -358,11 +358,11 @@ class _LogProbs(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
         of_bias = torch.zeros_like(bias, dtype=exact) if wanted[2] else None
         with torch.autocast(hidden.device.type, enabled=False):
-            matrix = weight.to(task.dtype)
+            matrix, offsets = weight.to(task.dtype), None if bias is None else bias.to(task.dtype)
             for start in range(0, len(hidden), task.chunk_size):
                 rows = slice(start, start + task.chunk_size)
                 inputs, counts = hidden[rows].to(task.dtype), (labels[rows] != task.ignore_index)[:, None]
-                logits = functional.linear(inputs, matrix, _cast(bias, task)).to(exact)
+                logits = functional.linear(inputs, matrix, offsets).to(exact)
                 slope = task.scale_and_cap(logits)
                 index, is_local = task.index(labels[rows], logits.shape[1])
                 logs = logits.sub_(normalizers[rows, None])
@@ -386,7 +386,7 @@ class _LogProbs(torch.autograd.Function):
                     of_hidden[rows] = gradient @ matrix
                 if of_weight is not None:
                     _add_product(of_weight, gradient.T, inputs)
-        gradients = ((of_hidden, hidden), (of_weight, weight), (of_bias, bias))
+        gradients: Any = ((of_hidden, hidden), (of_weight, weight), (of_bias, bias))
         return *(None if value is None else value.to(like.dtype) for value, like in gradients), None, None
 
 
@@ -395,10 +395,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)  # without a copy of the product
     else:
         total += left @ right
-
-
-def _cast(bias: Tensor | None, task: _Task) -> Tensor | None:
-    return None if bias is None else bias.to(task.dtype)
 
 
 def tiled_mlp(mlp: Callable[[Tensor], Tensor], hidden: Tensor, *, tile_size: int) -> Tensor:
@@ -556,7 +552,11 @@ class _LossRequest:
         elif ignore_index != self.ignore_index:
             problem = "has its own ignore_index"
         elif "_loss_is_probed" not in vars(self.model) and active_fake_mode() is None:
-            if self._describes(logits):
+            scale, cap = _scale_and_cap(self.model)
+            expected = torch.tensor(_PROBE, device="cpu") * scale
+            expected = expected if cap is None else cap * torch.tanh(expected / cap)
+            found = logits.reshape(-1, len(_PROBE))[0].float().cpu()
+            if torch.allclose(found, expected, rtol=2e-2):  # bfloat16 has three digits
                 vars(self.model)["_loss_is_probed"] = True
             else:
                 problem = "changes its logits in a way that its configuration does not describe"
@@ -567,14 +567,6 @@ class _LossRequest:
             )
         count = (self.targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         return self.loss / (count.to(self.loss.device) if isinstance(count, Tensor) else count)
-
-    def _describes(self, logits: Tensor) -> bool:
-        """Return whether the configuration says how the model changes the logits of its head."""
-        scale, cap = _scale_and_cap(self.model)
-        expected = torch.tensor(_PROBE, device="cpu") * scale
-        expected = expected if cap is None else cap * torch.tanh(expected / cap)
-        # bfloat16 has three digits.
-        return torch.allclose(logits.reshape(-1, len(_PROBE))[0].float().cpu(), expected, rtol=2e-2)
 
 
 _request: ContextVar[_LossRequest | None] = ContextVar("loss request", default=None)

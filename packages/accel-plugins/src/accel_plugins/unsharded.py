@@ -18,7 +18,12 @@ from torch.nn.parameter import is_lazy
 from accel_ops.modules import extract_model_from_parallel, without_compiler
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.mapped import release
-from accel_plugins.full_parameters import FullParameters, ParameterSource, full_sources, iter_gathered
+from accel_plugins.full_parameters import (
+    FullParameters,
+    ParameterSource,
+    iter_gathered,
+    named_parameters_of,
+)
 from accel_state.errors import CheckpointError, SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -115,12 +120,12 @@ def move_to_device(bundle: Bundle, device: torch.device) -> list[nn.Module]:
     A model whose placement the caller has forbidden is not moved either. Parameters stay the same objects, so
     that optimizers keep pointing at them.
     """
-    return [
-        model.to(device)
-        if bundle.may_move(index) and not (has_device_map(model) or has_offloaded_parameters(model))
-        else model
-        for index, model in enumerate(bundle.models)
-    ]
+    models = [*bundle.models]
+    for index, model in enumerate(models):
+        may_move = not bundle.placements or bundle.placements[index]
+        if may_move and not (has_device_map(model) or has_offloaded_parameters(model)):
+            models[index] = model.to(device)
+    return models
 
 
 class States:
@@ -176,7 +181,10 @@ class States:
         Raises:
             UnsupportedError: They belong to an engine that has them in another form.
         """
-        return full_sources(_core(model).state_dict(keep_vars=True))
+        return [
+            ParameterSource(names=names, shape=value.shape, dtype=value.dtype, full=value.detach())
+            for names, value in named_parameters_of(_core(model).state_dict(keep_vars=True))
+        ]
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         """Load a full state dict, which every rank has, into the wrapped model.
@@ -188,8 +196,22 @@ class States:
         """
         core = _core(model)
         state = _check_offloaded_values(core, state)
-        with _releasing(core, state):
+
+        def release_own(prefix: str, module: nn.Module, _: Any) -> None:
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            for name, _ in own:
+                release(state.get(f"{prefix}.{name}" if prefix else name))
+
+        # Mapped tensors are released as soon as their module has loaded them.
+        handles = [
+            module.register_load_state_dict_post_hook(partial(release_own, prefix))
+            for prefix, module in core.named_modules()
+        ]
+        try:
             return core.load_state_dict(state, **options)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
@@ -294,26 +316,6 @@ def _check_offloaded_values(core: nn.Module, state: Mapping[str, Any]) -> Mappin
             )
         release(state[name])
     return {**state, **offloaded} if offloaded else state
-
-
-@contextmanager
-def _releasing(core: nn.Module, state: Mapping[str, Any]) -> Generator[None]:
-    """Release mapped tensors of a state dict as soon as their module has loaded them, within the block."""
-
-    def after_load(prefix: str, module: nn.Module, _: Any) -> None:
-        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        for name, _ in own:
-            release(state.get(f"{prefix}.{name}" if prefix else name))
-
-    handles = [
-        module.register_load_state_dict_post_hook(partial(after_load, prefix))
-        for prefix, module in core.named_modules()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def load_in_place(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

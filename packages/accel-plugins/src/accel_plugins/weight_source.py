@@ -120,7 +120,7 @@ class WeightSource:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all names and full parameters, as `Accelerator.named_full_parameters`."""
-        return self._all(self._convert(self._stream(self._request)))
+        return self._all(self._convert(self._stream(self._request)))  # which refuses bad arguments at once
 
     def _all(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
         for part in parts:
@@ -153,8 +153,23 @@ class WeightSource:
         masks = self._convert(mask for _, mask in copies)
         for value, mask in zip(values, masks, strict=True):
             for name, changed in mask.items():
-                if patch := _patch(name, value[name], changed, version):
-                    yield patch
+                if not changed.any():
+                    continue
+                indices = changed.flatten().nonzero().flatten()
+                new = value[name].flatten()[indices]
+                indices = indices.to(torch.int32 if changed.numel() <= 2**31 else torch.int64)
+                checksum = zlib.crc32(f"{name} {version}".encode())
+                for tensor in (indices, new):
+                    checksum = zlib.crc32(tensor.cpu().view(torch.uint8).numpy().data, checksum)
+                shape = tuple(changed.shape)
+                yield WeightPatch(
+                    name=name,
+                    indices=indices,
+                    values=new,
+                    full_shape=shape,
+                    version=version,
+                    checksum=checksum,
+                )
         self.version = version
 
     def _changed_parts(
@@ -212,21 +227,6 @@ class WeightSource:
 def _bits(tensor: Tensor) -> Tensor:
     """Return the bit patterns of a tensor, so that NaNs are equal and zeros of two signs are not."""
     return tensor.view(_BITS[tensor.dtype.itemsize])
-
-
-def _patch(name: str, value: Tensor, changed: Tensor, version: int) -> WeightPatch | None:
-    if not changed.any():
-        return None
-    indices = changed.flatten().nonzero().flatten()
-    values = value.flatten()[indices]
-    indices = indices.to(torch.int32 if changed.numel() <= 2**31 else torch.int64)
-    checksum = zlib.crc32(f"{name} {version}".encode())
-    for tensor in (indices, values):
-        checksum = zlib.crc32(tensor.cpu().view(torch.uint8).numpy().data, checksum)
-    shape = tuple(changed.shape)
-    return WeightPatch(
-        name=name, indices=indices, values=values, full_shape=shape, version=version, checksum=checksum
-    )
 
 
 def _gathered(changes: Sequence[Changes], group: ProcessGroup) -> list[Changes]:

@@ -49,7 +49,6 @@ from accel_plugins.sharding.wrap import (
     hook_of,
     is_replaced,
     note_replacement,
-    notes_of,
     replacement_of,
     warn_about_master_weights,
 )
@@ -192,7 +191,7 @@ class Fsdp1Strategy(Strategy):
         plugin.set_auto_wrap_policy(model)
         if plugin.auto_wrap_policy is not None:
             plugin.auto_wrap_policy = separable_only(plugin.auto_wrap_policy, model)
-        notes = notes_of(model)
+        notes = {name: vars(parameter) for name, parameter in model.named_parameters()}
         if self.master_weights is not None and self.runtime.topology.is_main:
             warn_about_master_weights(model, self.master_weights)
         # 2. Wrap it, which materialises it. FSDP1 broadcasts values only between accelerators.

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 
@@ -56,10 +55,22 @@ class MeshStrategy(ShardedStrategy):
         experts, tensor = None if full is None else full.experts, None
         if axes.tensor is not None:
             tensor = TensorParallel(mesh=axes.tensor, ignores_experts=experts is not None)
-        context, self.ulysses = sequences_of(axes)
-        self.split_sequences, self.mesh = context, axes.mesh
-        if self.ulysses is not None:
+        context = self.ulysses = None
+        if axes.context is not None and axes.config.cp_handler is not None:
+            # torch has a ring for the fused kernels of CUDA, and `parallelism.context` for the CPU's.
+            if axes.context.device_type not in {"cuda", "cpu"}:
+                raise UnsupportedError(
+                    f"ParallelismConfig(cp_size={axes.context.size()}): PyTorch has no ring of fused "
+                    f"attention for {axes.context.device_type!r} devices. Use sp_size instead."
+                )
+            rotation = axes.config.cp_handler.cp_comm_strategy or "allgather"
+            context = ContextParallel(mesh=axes.context, rotation=rotation)
+        if axes.sequence is not None:
+            axes.config.use_torch_sequences()
+            in_stages = axes.config.pp_enabled
+            self.ulysses = Ulysses(axes.sequence, axes.config.sizes["tp"], in_stages=in_stages)
             self.shard_sequences = self.ulysses.shard
+        self.split_sequences, self.mesh = context, axes.mesh
         self.sequences = [stage for stage in (context, self.ulysses) if stage is not None]
         stages = [stage for stage in (tensor, experts, full) if stage is not None]
         self.stages, self.validators = stages, [stage.validate for stage in (*stages, *self.sequences)]
@@ -121,25 +132,6 @@ def full_sharding(
     return FullSharding(plugin=plugin, mesh=mesh, master_weights=precision.name != "no", experts=experts)
 
 
-def sequences_of(axes: Axes) -> tuple[ContextParallel | None, Ulysses | None]:
-    """Return the run's context parallelism and its sequence parallelism, each if the mesh has its axis."""
-    context = ulysses = None
-    if axes.context is not None and axes.config.cp_handler is not None:
-        # torch has a ring for the fused kernels of CUDA, and `parallelism.context` for the CPU's.
-        if axes.context.device_type not in {"cuda", "cpu"}:
-            raise UnsupportedError(
-                f"ParallelismConfig(cp_size={axes.context.size()}): PyTorch has no ring of fused attention "
-                f"for {axes.context.device_type!r} devices. Use sp_size instead."
-            )
-        rotation = axes.config.cp_handler.cp_comm_strategy or "allgather"
-        context = ContextParallel(mesh=axes.context, rotation=rotation)
-    if axes.sequence is not None:
-        axes.config.use_torch_sequences()
-        in_stages = axes.config.pp_enabled
-        ulysses = Ulysses(axes.sequence, axes.config.sizes["tp"], in_stages=in_stages)
-    return context, ulysses
-
-
 @frozen
 class FullSharding:
     """Shard models over a mesh, with a shard axis after any replicate axis, by FSDP2.
@@ -180,8 +172,10 @@ class FullSharding:
         options: dict[str, Any] = {
             "mesh": self.mesh,
             "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
-            "offload_policy": self.offload_policy,
+            "offload_policy": plugin.cpu_offload,
         }
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and self.mesh.device_type == "cpu":
+            options["offload_policy"] = replace(plugin.cpu_offload, pin_memory=False)
         if ignored:
             options["ignored_params"] = {parameter for part in ignored for parameter in part.parameters()}
         reshard = cast("bool | int", plugin.reshard_after_forward)
@@ -297,14 +291,6 @@ class FullSharding:
                         f"{where}: the parameter {names[id(parameter)]!r} is in {dtype}, and stays so. Load "
                         "it in float32."
                     )
-
-    @property
-    def offload_policy(self) -> OffloadPolicy:
-        """The plugin's offload policy, without pinned memory if the mesh is on the CPU."""
-        policy = cast("OffloadPolicy", self.plugin.cpu_offload)
-        if isinstance(policy, CPUOffloadPolicy) and self.mesh.device_type == "cpu":
-            return replace(policy, pin_memory=False)
-        return policy
 
 
 def _has_statistics(module: nn.Module) -> bool:

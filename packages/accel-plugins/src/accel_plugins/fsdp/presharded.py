@@ -78,13 +78,22 @@ class PreshardedStrategy(ShardedStrategy):
         mesh = self._data_mesh
         if mesh is None:
             return bundle
+        groups = mesh.get_all_groups()
+
+        def average(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                for group in groups:
+                    dist.all_reduce(parameter.grad, group=group)
+                parameter.grad /= mesh.size()
+
         for model in map(without_compiler, bundle.models):
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_all_gather(MonitoredAllGather())
             for parameter in model.parameters():
-                if parameter.requires_grad and not isinstance(parameter, DTensor):
-                    _average_over(parameter, mesh)
+                if parameter.requires_grad and not isinstance(parameter, DTensor):  # such as an adapter
+                    dist.broadcast(parameter.detach(), src=0)
+                    parameter.register_post_accumulate_grad_hook(average)
         return bundle
 
 
@@ -170,17 +179,3 @@ def _check_plugins(
             f"{actual['tp']} the same, its experts over {actual['ep']} ranks, and {config or plugin!r} "
             "contradicts this. Remove it, or give both the same sizes."
         )
-
-
-def _average_over(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-    """Broadcast a parameter that FSDP2 does not manage, such as an adapter, and average its gradients."""
-    groups = mesh.get_all_groups()
-
-    def average(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            for group in groups:
-                dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= mesh.size()
-
-    dist.broadcast(parameter.detach(), src=0)
-    parameter.register_post_accumulate_grad_hook(average)

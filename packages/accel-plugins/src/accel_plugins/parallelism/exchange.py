@@ -40,7 +40,13 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: tuple[Any, ...], factor: float) -> Tensor:
         ctx.exchange, ctx.factor = exchange, factor
-        return _exchange(rows, *exchange)
+        receive, send, group, what = exchange
+        rows = rows.contiguous()
+        count = len(rows) if receive is None else sum(receive)
+        received = rows.new_empty(count, *rows.shape[1:])
+        with hang_monitor.collective_scope(f"all_to_all of {what}"):
+            dist.all_to_all_single(received, rows, receive, send, group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -49,13 +55,3 @@ class _AllToAll(torch.autograd.Function):
         if ctx.factor != 1:
             gradient = gradient * ctx.factor
         return _AllToAll.apply(gradient, (send, receive, group, what), 1.0), None, None  # pyright: ignore[reportReturnType] - a tensor
-
-
-def _exchange(
-    rows: Tensor, receive: list[int] | None, send: list[int] | None, group: ProcessGroup, what: str
-) -> Tensor:
-    rows = rows.contiguous()
-    received = torch.empty_like(rows) if receive is None else rows.new_empty(sum(receive), *rows.shape[1:])
-    with hang_monitor.collective_scope(f"all_to_all of {what}"):
-        dist.all_to_all_single(received, rows, receive, send, group=group)
-    return received

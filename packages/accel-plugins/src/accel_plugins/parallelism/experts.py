@@ -47,15 +47,12 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
         >>> list(experts_of(nn.Sequential(nn.Linear(2, 2), Experts())))
         ['1']
     """
-    return {name: module for name, module in model.named_modules() if _has_experts(module)}
-
-
-def _has_experts(module: nn.Module) -> bool:
-    number = vars(module).get("num_experts")
-    return any(
-        parameter.dim() == 3 and parameter.shape[0] == number
-        for parameter in module.parameters(recurse=False)
-    )
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (number := vars(module).get("num_experts")) is not None
+        and any(p.dim() == 3 and p.shape[0] == number for p in module.parameters(recurse=False))
+    }
 
 
 @frozen

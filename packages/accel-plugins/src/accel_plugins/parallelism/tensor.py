@@ -199,6 +199,7 @@ def plan_of(
         *without,
         *(f"{name}.{leaf}" for name in without for leaf, _ in without[name].named_parameters()),
     }
+    of_family: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     experts = {name: module for name, module in experts_of(model).items() if name not in without}
     placements: dict[str, dict[str, Shard]] = {name: {} for name in experts}
     plan: dict[str, ParallelStyle] = {}
@@ -217,8 +218,9 @@ def plan_of(
         if style == _EXPERTS and matches and {*matches} <= experts.keys():
             plan |= {name: ShardedExperts(placements[name]) for name in matches}
             continue
+        # Not all models of a family of transformers match its plan.
         if not matches and (
-            any(fnmatchcase(name, pattern) for name in ignored) or _is_of_family(model, pattern)
+            any(fnmatchcase(name, pattern) for name in ignored) or any(map(pattern.endswith, of_family))
         ):
             continue
         if not matches:
@@ -240,12 +242,6 @@ def plan_of(
                 f"module the style {_EXPERTS!r}, too."
             )
     return plan
-
-
-def _is_of_family(model: nn.Module, pattern: str) -> bool:
-    """Return whether a pattern is from transformers' plan of a family, which not all of its models match."""
-    family: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
-    return any(pattern.endswith(name) for name in family)
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from accel_ops.modules import extract_model_from_parallel
+from accel_ops.modules import extract_model_from_parallel, replaced_attributes
 from accel_plugins.full_parameters import FullParameters
 from accel_plugins.sharding.state import strip_wrapper_prefixes
 from accel_state.errors import UnsupportedError
@@ -61,9 +61,12 @@ class _Layer:
 
     def merge(self, weight: Tensor) -> Tensor:
         """Add the products of the active adapters' factors, as peft computes them."""
-        full: Any = _WithFactors(self.module, self.factors)
-        for adapter in self.adapters():
-            weight = (weight + type(self.module).get_delta_weight(full, adapter)).to(weight.dtype)
+        active, full = self.adapters(), dict[str, Any](self.factors)
+        for kind in full.keys() & {"lora_A", "lora_B"}:  # modules with a weight; of an embedding, the factors
+            full[kind] = {name: SimpleNamespace(weight=factor) for name, factor in full[kind].items()}
+        with replaced_attributes(self.module, full):
+            for adapter in active:
+                weight = (weight + self.module.get_delta_weight(adapter)).to(weight.dtype)
         return weight
 
     def adapters(self) -> list[str]:
@@ -72,24 +75,6 @@ class _Layer:
         return [
             name for name in self.module.active_adapters if name in known - {*self.module.merged_adapters}
         ]
-
-
-class _WithFactors:
-    """The attributes of a layer, with full factors in place of sharded ones."""
-
-    def __init__(self, layer: Any, factors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        self._layer = layer
-        for kind, tensors in factors.items():
-            # An embedding has bare parameters; other layers have modules with a weight.
-            is_bare = kind.startswith("lora_embedding")
-            setattr(
-                self,
-                kind,
-                tensors if is_bare else {name: SimpleNamespace(weight=w) for name, w in tensors.items()},
-            )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
 
 
 @dataclass(slots=True)

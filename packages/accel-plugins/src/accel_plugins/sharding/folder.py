@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, repeat
+from operator import attrgetter
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast
 
@@ -339,31 +340,23 @@ def read_into(
                 f"{tuple(value.shape)}: build the model as in the run that was saved."
             )
     try:
-        reader = _reader(folder)
+        reader: Any = FileSystemReader(folder if isinstance(folder, Path) else ".")
         planner = _LoadPlanner(flatten_state_dict=not flat, allow_partial_load=not strict)
         planner.set_up_planner(own, index, is_coordinator=False)
         plan = planner.create_local_plan()
         planner.original_state_dict = state
-        if isinstance(folder, RemotePath):  # in file order, so that each block is fetched once
-            plan = replace(plan, items=sorted(plan.items, key=lambda item: _location_of(index, item)))
+        if isinstance(folder, RemotePath):
+            reader.fs, reader.path = _StoreFiles(), folder
+            # In file order, so that each block is fetched once.
+            stored: Any = index.storage_data or {}
+            place = attrgetter("relative_path", "offset")
+            items = sorted(plan.items, key=lambda item: place(stored[item.storage_index]))
+            plan = replace(plan, items=items)
         reader.set_up_storage_reader(index, is_coordinator=False)
         reader.read_data(reader.prepare_local_plan(plan), planner).wait()
     except (OSError, *DAMAGE) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{str(folder)!r} cannot be read: {reason}.") from error
-
-
-def _location_of(index: Metadata, item: ReadItem) -> tuple[str, int]:
-    stored: Any = (index.storage_data or {})[item.storage_index]
-    return stored.relative_path, stored.offset
-
-
-def _reader(folder: AnyPath) -> FileSystemReader:
-    if isinstance(folder, Path):
-        return FileSystemReader(folder)
-    reader: Any = FileSystemReader(".")
-    reader.fs, reader.path = _StoreFiles(), folder
-    return reader
 
 
 class _StoreFiles:

@@ -18,22 +18,6 @@ def is_quantised(parameter: Tensor) -> bool:
     return type(parameter).__module__.startswith("bitsandbytes.")
 
 
-def check_torchao(name: str, parameter: Tensor) -> None:
-    """Refuse a weight that torchao has quantised: none of its tensors can be cut and gathered as FSDP2 does.
-
-    Raises:
-        SettingsError: The parameter is a quantised tensor of torchao.
-    """
-    kind = type(parameter.data)
-    # Weights that torchao trains in FP8 are made for FSDP2, and say so by this method.
-    if kind.__module__.startswith("torchao.") and not hasattr(kind, "fsdp_pre_all_gather"):
-        raise SettingsError(
-            f"The parameter {name!r} is quantised by torchao ({kind.__name__}) and cannot be sharded, since "
-            "torchao's tensors do not have the operations that sharding takes. Quantise the model with "
-            "bitsandbytes, whose weights FSDP2 shards, or load it in its own dtype."
-        )
-
-
 def check_quantised(model: nn.Module, param_dtype: torch.dtype | None) -> None:
     """Refuse quantised weights that FSDP2 cannot shard, or would cast to another dtype.
 

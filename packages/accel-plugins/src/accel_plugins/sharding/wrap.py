@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_ops.modules import model_has_dtensor, without_compiler
 from accel_ops.weights.tensors import get_non_persistent_buffers
-from accel_plugins.sharding.quantised import check_torchao, is_quantised, prepare_quantised
+from accel_plugins.sharding.quantised import is_quantised, prepare_quantised
 from accel_plugins.sharding.shards import (
     ShardedStates,
     gather_full_tensor,
@@ -51,11 +51,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REPLACEMENT = "_accel_replacement"
-
-
-def notes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the attributes of a model's parameters by name, without keeping the parameters."""
-    return {name: vars(parameter) for name, parameter in model.named_parameters()}
 
 
 def note_replacement(attributes: dict[str, Any], new: Tensor | None) -> None:
@@ -96,10 +91,11 @@ def follow_replacements(optimizer: Optimizer) -> None:
     """Replace an optimizer's parameters by what they became, and shard its state."""
     mapping: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
-        became = {parameter: replacement_of(parameter) for parameter in group["params"]}
-        for parameter in [parameter for parameter, new in became.items() if new is None]:
-            optimizer.state.pop(parameter, None)
-        mapping |= {parameter: new for parameter, new in became.items() if new is not None}
+        for parameter in group["params"]:
+            if (new := replacement_of(parameter)) is not None:
+                mapping[parameter] = new
+            else:
+                optimizer.state.pop(parameter, None)
         group["params"][:] = [parameter for parameter in group["params"] if parameter in mapping]
     switch_parameters(optimizer, mapping)
 
@@ -174,18 +170,23 @@ class ShardedStrategy(Strategy):
             check_parameters(bundle.optimizers, (*inside, *self.prepared))
         except ValueError as error:
             problem = str(error)
-        empty = [[*_meta_buffers(model)] if _has_no_values(model) else None for model in models]
-        reports = self.runtime.collectives.all_gather_object((problem, [*map(_digest, models)], empty))
+        empty = [_meta_buffers(model) if _has_no_values(model) else None for model in models]
+        digests: list[str] = []
+        for model in models:
+            tensors = (*model.named_parameters(), *model.named_buffers())
+            text = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
+            digests.append(hashlib.sha256(text.encode()).hexdigest())
+        reports = self.runtime.collectives.all_gather_object((problem, digests, empty))
         for rank, (text, _, _) in enumerate(reports):
             if text:
                 raise SettingsError(text if text == problem else f"rank {rank}: {text}")
-        for rank, (_, digests, are_empty) in enumerate(reports):
+        for rank, (_, others, are_empty) in enumerate(reports):
             if are_empty != reports[0][2] and not self.only_main_has_values:
                 raise SettingsError(
                     f"prepare() got other models on the meta device on rank {rank} than on rank 0. Load the "
                     "weights before prepare() on every rank, or after it on every rank."
                 )
-            if digests != reports[0][1]:
+            if others != reports[0][1]:
                 raise SettingsError(
                     f"prepare() got other models on rank {rank} than on rank 0: names, shapes or dtypes "
                     "of their parameters differ. Make the same models on every rank."
@@ -220,7 +221,8 @@ class ShardedStrategy(Strategy):
             elif shard is None:
                 self._wrap(core, bundle, load)
             else:
-                notes = notes_of(core)
+                # Their attributes alone, so that the parameters can be freed.
+                notes = {name: vars(parameter) for name, parameter in core.named_parameters()}
                 models[index] = sharded = shard(core)  # which may call this method
                 named = sharded.named_parameters(remove_duplicate=False)
                 now = {strip_wrapper_prefixes(name): parameter for name, parameter in named}
@@ -250,11 +252,9 @@ class ShardedStrategy(Strategy):
             warn_about_master_weights(model, self.master_weights)
         prepare_quantised(model, self.runtime)
         # 1. Move it to meta, and put placeholders into the optimizers, which frees the memory of parameters.
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        originals = {name: [attributes] for name, attributes in notes_of(model).items()}
         is_empty = model in self.without_values
         without_values = {name for name, tensor in _named_tensors(model) if tensor.is_meta}
-        tensors = to_meta(
+        rows = to_meta(
             model,
             keep=is_main,
             device=self.runtime.device,
@@ -264,9 +264,9 @@ class ShardedStrategy(Strategy):
         for optimizer in bundle.optimizers:
             for parameters in (group["params"] for group in optimizer.param_groups):
                 for index, parameter in enumerate(parameters):
-                    if name := names.get(id(parameter)):
+                    if row := rows.get(id(parameter)):
                         parameters[index] = placeholder = torch.empty(0, device="cpu")
-                        originals[name].append(vars(placeholder))
+                        row.replaced.append(vars(placeholder))
                         if parameter in optimizer.state:
                             optimizer.state[placeholder] = optimizer.state.pop(parameter)
         # 2. Shard it, and materialise its shards.
@@ -275,14 +275,16 @@ class ShardedStrategy(Strategy):
             self._allocate(model, without_values)
         if load is not None and not is_empty:
             on_cpu = self.parameters_on != self.runtime.device
-            full = {tensor.names[0]: tensor.full for tensor in tensors if tensor.full is not None}
+            full = {row.names[0]: row.full for row in rows.values() if row.full is not None}
             load(model, full, cpu_offload=on_cpu)
-        materialize_from_rank0(model, tensors, self.runtime, parameters_on=self.parameters_on, only_meta=True)
+        materialize_from_rank0(
+            model, rows.values(), self.runtime, parameters_on=self.parameters_on, only_meta=True
+        )
         # 3. Note what the parameters became.
         now = dict(model.named_parameters(remove_duplicate=False))
-        for tensor in tensors:
-            for attributes in originals.get(tensor.names[0], ()) if tensor.is_parameter else ():
-                note_replacement(attributes, next((now[name] for name in tensor.names if name in now), None))
+        for row in rows.values():
+            for attributes in row.replaced:
+                note_replacement(attributes, next((now[name] for name in row.names if name in now), None))
         self.prepared.add(model)
 
     def _allocate(self, model: nn.Module, names: Collection[str]) -> None:
@@ -313,7 +315,15 @@ class ShardedStrategy(Strategy):
                 )
         check_not_lazy(model)
         for name, parameter in model.named_parameters():
-            check_torchao(name, parameter)
+            kind = type(parameter.data)
+            # Weights that torchao trains in FP8 are made for FSDP2, and say so by this method.
+            if kind.__module__.startswith("torchao.") and not hasattr(kind, "fsdp_pre_all_gather"):
+                raise SettingsError(
+                    f"The parameter {name!r} is quantised by torchao ({kind.__name__}) and cannot be "
+                    "sharded, since torchao's tensors do not have the operations that sharding takes. "
+                    "Quantise the model with bitsandbytes, whose weights FSDP2 shards, or load it in its own "
+                    "dtype."
+                )
             if is_quantised(parameter) and not self.shards_quantised:
                 raise SettingsError(
                     f"{type(model).__name__}: the parameter {name!r} is quantised "
@@ -346,18 +356,13 @@ def _has_no_values(model: nn.Module) -> bool:
     return is_meta and not has_offloaded_parameters(model)
 
 
-def _digest(model: nn.Module) -> str:
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    text = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 @dataclass(slots=True)
 class FullTensor:
     """A parameter or buffer of a model before it was moved to meta, with all its names.
 
     `dtype` is that in the sharded model; `attributes` were set by other libraries; `hooks` are its gradient
-    hooks as torch keeps them. The rank that keeps it has `full`; a sharded one may stay as it is.
+    hooks as torch keeps them; `replaced` are the attributes of what it replaces: the parameter, which is not
+    kept, and placeholders in optimizers. The rank that keeps it has `full`; a sharded one may stay as it is.
     """
 
     names: Sequence[str]
@@ -366,6 +371,7 @@ class FullTensor:
     is_parameter: bool
     attributes: dict[str, Any]
     hooks: tuple[Any, Any] | None
+    replaced: list[dict[str, Any]]
     full: Tensor | None = None
     keeps_shards: bool = False
 
@@ -389,7 +395,8 @@ def full_tensors(model: nn.Module) -> list[tuple[FullTensor, Tensor]]:
             attributes = {} if has_own_type else dict(vars(tensor))  # a library's, for its kernels
             attributes.pop(_REPLACEMENT, None)
             hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if hook_of(tensor) else None
-            row = FullTensor(names, tensor.shape, tensor.dtype, is_parameter, attributes, hooks)
+            replaced = [vars(tensor)] if is_parameter else []
+            row = FullTensor(names, tensor.shape, tensor.dtype, is_parameter, attributes, hooks, replaced)
             described.append((row, tensor))
     return described
 
@@ -401,8 +408,8 @@ def to_meta(
     device: torch.device,
     mesh: DeviceMesh | None = None,
     dtype_of: Callable[[Tensor], torch.dtype] | None = None,
-) -> list[FullTensor]:
-    """Move a model to the meta device in place, and return its tensors, on the ranks that `keep` them.
+) -> dict[int, FullTensor]:
+    """Move a model to meta in place; return its tensors by id, with values on the ranks that `keep` them.
 
     Parameters that are sharded already are all-gathered on the device, except over axes of the run's mesh:
     these keep their shards, of which replicas get the first one's values. Not by `nn.Module.to`, which would
@@ -425,7 +432,7 @@ def to_meta(
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
         for name in row.names:
             put_tensor(model, name, moved)
-    return [row for row, _ in described]
+    return {id(tensor): row for row, tensor in described}
 
 
 def _has_shards_of(mesh: Any, tensor: Any) -> bool:
