@@ -144,6 +144,7 @@ class States:
 
     is_sharded: ClassVar[bool] = False
     writer: int = 0
+    _device = torch.device("cpu")  # on which shards are gathered
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
         """Return the full state dict under the unwrapped model's names; on the CPU if models are sharded.
@@ -173,7 +174,7 @@ class States:
             model: Prepared or not.
             request: Their dtype, the size of buckets, and the ranks that need them.
         """
-        return iter_gathered(self.sources(model), request)
+        return iter_gathered(self.sources(model), request, self._device)
 
     def sources(self, model: nn.Module) -> Sequence[ParameterSource]:
         """Return a model's parameters as this rank has them, in the order of `iter_full_parameters`.

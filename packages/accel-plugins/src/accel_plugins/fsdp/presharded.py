@@ -48,14 +48,36 @@ class PreshardedStrategy(ShardedStrategy):
         handlers: Mapping[type, Any],
     ) -> None:
         super().__init__(Settings(), runtime, precision, handlers)
-        self._data_mesh = data_mesh(model)
-        indices, self.sharding = _sharding(model, self._data_mesh, runtime)
-        _check_plugins(
-            model, handlers, num_shards=self.sharding.num_shards, world_size=runtime.topology.world_size
-        )
-        self.fsdp_version = None if self._data_mesh is None else 2
-        self.mesh = _named_mesh(self._data_mesh, indices, runtime.device.type)
+        rank, world = runtime.topology.rank, runtime.topology.world_size
+        self._data_mesh = mesh = data_mesh(model)
+        self.fsdp_version = None if mesh is None else 2
         self.states = ShardedStates(runtime.device, lambda: StateForm.SHARDED)
+        # 1. Find this rank's shard of batches, in the order of FSDP2's mesh, and those of all ranks.
+        if mesh is None:
+            meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+            covered = max(own.size() for own in meshes)
+            if covered != world:
+                raise SettingsError(
+                    f"{type(model).__qualname__} is sharded already, over {covered} of {world} ranks, and "
+                    "not by fully_shard: nothing would average the gradients of its copies. Load it with a "
+                    "replicate axis (dp_replicate_size of DistributedConfig), or call fully_shard before "
+                    "prepare()."
+                )
+        shards = 1 if mesh is None else mesh.size()
+        shard = 0 if mesh is None else [*mesh.mesh.flatten().tolist()].index(rank)
+        indices = runtime.collectives.all_gather_object(shard)
+        self.sharding = BatchSharding(num_shards=shards, shard_index=shard, repeats=shard in indices[:rank])
+        _check_plugins(model, handlers, num_shards=shards, world_size=world)
+        # 2. Name the axes of all ranks as `ParallelismConfig` does; along "tp", ranks read the same batches.
+        copies = 1 if mesh is None else math.prod(mesh.shape[:-1])
+        sizes = {"dp_replicate": copies, "dp_shard": shards // copies, "tp": world // shards}
+        sizes = {axis: size for axis, size in sizes.items() if size > 1} or {"dp_shard": 1}
+        ranks, kind = sorted(range(world), key=indices.__getitem__), runtime.device.type
+        if ranks == [*range(world)]:
+            self.mesh = mesh_of(kind, sizes)
+        else:
+            table = torch.tensor(ranks, device="cpu").view(*sizes.values())
+            self.mesh = DeviceMesh(kind, table, mesh_dim_names=tuple(sizes))
 
     def check(self, bundle: Bundle) -> None:
         """Refuse a model that is not sharded, or is sharded over other axes than the first model."""
@@ -112,44 +134,6 @@ def data_mesh(model: nn.Module) -> DeviceMesh | None:
             if groups[0] is not None:
                 return groups[0].mesh_info.mesh
     return None
-
-
-def _named_mesh(mesh: DeviceMesh | None, indices: list[int], device_type: str) -> DeviceMesh:
-    """Build a mesh of all ranks with axis names of `ParallelismConfig` from each rank's data shard.
-
-    Ranks that read the same batches are along `"tp"`. A collective over all ranks.
-    """
-    *replicas, shards = (1,) if mesh is None else mesh.shape
-    copies = math.prod(replicas)
-    sizes = {"dp_replicate": copies, "dp_shard": shards, "tp": len(indices) // (copies * shards)}
-    sizes = {axis: size for axis, size in sizes.items() if size > 1} or {"dp_shard": 1}
-    ranks = sorted(range(len(indices)), key=indices.__getitem__)
-    if ranks == [*range(len(ranks))]:
-        return mesh_of(device_type, sizes)
-    return DeviceMesh(
-        device_type, torch.tensor(ranks, device="cpu").view(*sizes.values()), mesh_dim_names=tuple(sizes)
-    )
-
-
-def _sharding(model: nn.Module, mesh: DeviceMesh | None, runtime: Runtime) -> tuple[list[int], BatchSharding]:
-    """Return the data shard of every rank, in the order of FSDP2's mesh, and how batches are sharded."""
-    rank, world = runtime.topology.rank, runtime.topology.world_size
-    if mesh is None:
-        meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
-        covered = max(mesh.size() for mesh in meshes)
-        if covered != world:
-            raise SettingsError(
-                f"{type(model).__qualname__} is sharded already, over {covered} of {world} ranks, and not by "
-                "fully_shard: nothing would average the gradients of its copies. Load it with a replicate "
-                "axis (dp_replicate_size of DistributedConfig), or call fully_shard before prepare()."
-            )
-        num_shards, shard_index = 1, 0
-    else:
-        num_shards, shard_index = mesh.size(), [*mesh.mesh.flatten().tolist()].index(rank)
-    indices = runtime.collectives.all_gather_object(shard_index)
-    return indices, BatchSharding(
-        num_shards=num_shards, shard_index=shard_index, repeats=shard_index in indices[:rank]
-    )
 
 
 def _check_plugins(

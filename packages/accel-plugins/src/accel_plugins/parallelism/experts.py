@@ -80,7 +80,13 @@ class ExpertParallel:
         setting, kind = f"ParallelismConfig(ep_size={self.size})", type(model).__name__
         experts = experts_of(model)
         for name, module in model.named_modules():
-            problem = find_problem(module, self.size) if name in experts else _find_other_form(name, module)
+            problem, is_stack = "", type(module).__name__.endswith("Experts")
+            if name in experts:
+                problem = find_problem(module, self.size)
+            elif isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
+                problem = "each is a module of its own; 3-D parameters with the experts in dim 0 are needed"
+            elif is_stack and any(parameter.dim() > 2 for parameter in module.parameters(recurse=False)):
+                problem = "its attribute num_experts is not the size of dim 0 of a 3-D parameter"
             if problem:
                 raise SettingsError(
                     f"{setting}: the experts in {name!r} ({type(module).__name__}) of {kind} cannot be "
@@ -174,16 +180,6 @@ def find_problem(module: nn.Module, size: int) -> str:
         return f"its forward({names}) does not take the tokens, the indices of their experts, and the weights"
     if number % size:
         return f"it has {number}, which {size} ranks cannot share evenly; choose a divisor of {number}"
-    return ""
-
-
-def _find_other_form(name: str, module: nn.Module) -> str:
-    """Describe experts of a module in a form that cannot be sharded; empty if it has no experts."""
-    if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
-        return "each is a module of its own; 3-D parameters with the experts in dim 0 are needed"
-    is_stack = type(module).__name__.endswith("Experts")
-    if is_stack and any(parameter.dim() > 2 for parameter in module.parameters(recurse=False)):
-        return "its attribute num_experts is not the size of dim 0 of a 3-D parameter"
     return ""
 
 

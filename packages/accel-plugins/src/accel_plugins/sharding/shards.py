@@ -15,10 +15,8 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_ops.weights.mapped import release
 from accel_ops.weights.regions import packed_dims, region_of, rows_of
 from accel_plugins.full_parameters import (
-    FullParameters,
     ParameterSource,
     group_tied_names,
-    iter_gathered,
     named_parameters_of,
 )
 from accel_plugins.sharding.state import (
@@ -216,9 +214,6 @@ class ShardedStates(States):
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         return self._iter_gathered(model, self.model_tensors(model), keep=keep)
-
-    def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
-        return iter_gathered(self.sources(model), request, self._device)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         like = self.model_tensors(model)
