@@ -145,9 +145,13 @@ class Muon(torch.optim.Optimizer):
         """Step matrices of a group, all of them on one mesh, or on none."""
         lr, momentum = float(group["lr"]), group["momentum"]
         gradients = [gradient_of(parameter) for parameter in parameters]
-        momenta = [*map(self._momentum_of, parameters, gradients)]
-        for buffer, gradient in zip(momenta, gradients, strict=True):
-            local_part(buffer).lerp_(local_part(gradient), 1 - momentum)
+        momenta: list[Tensor] = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
+            momenta.append(state["momentum_buffer"])
+            local_part(momenta[-1]).lerp_(local_part(gradient), 1 - momentum)
 
         def read(index: int, at: Any) -> Tensor:
             gradient, buffer = local_part(gradients[index])[at], local_part(momenta[index])[at]
@@ -175,12 +179,6 @@ class Muon(torch.optim.Optimizer):
                 orthogonalize=orthogonalize,
                 write=write,
             )
-
-    def _momentum_of(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        return state["momentum_buffer"]
 
     def __getstate__(self) -> dict[str, Any]:
         # The layouts have process groups, and are rebuilt.

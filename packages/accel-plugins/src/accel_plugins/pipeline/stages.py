@@ -53,7 +53,9 @@ def lay_out(model: nn.Module, config: TorchPipelineParallelConfig, size: int) ->
             f"{kind} has an encoder, whose output every layer of its decoder reads, and a stage of a "
             "pipeline passes one activation to the next: use dp_shard_size instead of pp_size."
         )
-    names = chain_of(model)
+    # The modules that pass the activation on are the largest list of modules, and the modules around it.
+    lists = [part for part in model.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
+    names = [*_units(model, "", max(lists, key=_numel, default=None))]
     per_rank = config.pp_stages_per_rank or 1
     count = size * per_rank
     if len(names) < count:
@@ -84,16 +86,11 @@ def lay_out(model: nn.Module, config: TorchPipelineParallelConfig, size: int) ->
     return Layout(names=tuple(names), bounds=bounds, ranks=tuple(ranks))
 
 
-def chain_of(model: nn.Module) -> list[str]:
-    """Return the names of the modules that pass the activation on, in registration order.
-
-    They are the largest list of modules, and the modules around it; what has no parameters is on every rank.
-    """
-    rows = [part for part in model.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
-    return [*_units(model, "", max(rows, key=_numel, default=None))]
-
-
 def _units(module: nn.Module, prefix: str, main: nn.Module | None) -> Iterator[str]:
+    """Yield the names of the modules of a list and around it, in registration order.
+
+    What has no parameters is on every rank.
+    """
     for name, child in module.named_children():
         if _numel(child) == 0:
             continue
