@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
 from accel_state.errors import CheckpointError, CheckpointWriteError, MissingDependencyError, SettingsError
 from accel_state.remote import RemotePath
 from accel_train import Accelerator
+from accel_train.checkpoint.folder import recover
 from accel_train.checkpoint.single_files import merge_fsdp_weights
 
 
@@ -204,11 +206,11 @@ def test_interrupted_uploads_of_other_numbers_are_deleted_by_the_next_save(store
 @pytest.mark.parametrize(("method", "at", "is_saved"), [
     ("write_bytes", "nothing fails", True),
     ("write_bytes", "model.safetensors", False),
-    ("write_bytes", ".accel-commit/accel_manifest.json", False),
+    ("write_bytes", "accel_manifest.json", False),
     ("copy_to", "model.safetensors", True),
     ("copy_to", "scheduler.bin", True),
     ("write_bytes", "run/accel_manifest.json", True),
-    ("unlink", ".accel-commit/accel_manifest.json", True),
+    ("unlink", "accel_manifest.json", True),
     ("remove_tree", ".accel-commit", True),
 ])  # fmt: skip
 def test_a_checkpoint_is_replaced_at_once_whatever_fails(store, monkeypatch, method, at, is_saved):
@@ -232,6 +234,40 @@ def test_a_checkpoint_is_replaced_at_once_whatever_fails(store, monkeypatch, met
     assert "/bucket/run/pytorch_model.bin" not in store
     assert not [name for name in store if "/.accel" in name]
     assert "/bucket/run/tokenizer.json" in store
+
+
+def test_a_slow_load_that_completes_a_replacement_leaves_the_next_one_alone(store, monkeypatch):
+    run, url = Setup(), "memory://bucket/run"
+    run.accelerator.save_state(url)
+    with monkeypatch.context() as patch:
+        failing(patch, "copy_to", "model.safetensors")
+        run.accelerator.save_state(url)  # it is complete, and replaces the old one later
+    run.train()
+    remove_tree, write_bytes = RemotePath.remove_tree, RemotePath.write_bytes
+    is_copied, is_uploaded = threading.Event(), threading.Event()
+
+    def remove_late(path):
+        if threading.current_thread() is reader:
+            is_copied.set()
+            is_uploaded.wait()
+        remove_tree(path)
+
+    def write_late(path, content):
+        if ".accel-commit" in str(path) and path.name == "accel_manifest.json":
+            is_uploaded.set()
+            reader.join()
+        write_bytes(path, content)
+
+    monkeypatch.setattr(RemotePath, "remove_tree", remove_late)
+    monkeypatch.setattr(RemotePath, "write_bytes", write_late)
+    reader = threading.Thread(target=recover, args=[RemotePath(url)])
+    reader.start()
+    is_copied.wait()
+    run.accelerator.save_state(url)
+    other = Setup(seed=1)
+    other.accelerator.load_state(url)
+    other.expect(run.tensors())
+    assert not [name for name in store if "/.accel" in name]
 
 
 def test_old_files_are_deleted_by_the_next_save_if_the_old_manifest_cannot_be_read_for_a_moment(

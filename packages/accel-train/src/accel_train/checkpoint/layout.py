@@ -30,8 +30,8 @@ SCHEDULER_NAME = "scheduler"
 MANIFEST_NAME = "accel_manifest.json"
 TRACKERS_NAME = "trackers.json"
 COMMIT_NAME = ".accel-commit"
-"""In a folder that is overwritten: a complete checkpoint whose files have yet to replace the old ones. On a
-disk, a number follows."""
+"""In a folder that is overwritten: a complete checkpoint whose files have yet to replace the old ones. A
+number follows."""
 UPLOAD_NAME = ".accel-upload"
 """In a folder of an object store: says that the checkpoint is not complete yet."""
 MODEL_KEY = "model"

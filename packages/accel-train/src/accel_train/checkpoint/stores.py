@@ -1,8 +1,8 @@
 """Checkpoints on object stores: stage, commit, replace and delete them without renames.
 
-A new checkpoint is uploaded under its final names, one that replaces another into `.accel-commit`, from which
-`recover` copies it within the store. The manifest, written last, makes it complete. Without a manifest, the
-mark `.accel-upload` says that an upload was interrupted.
+A new checkpoint is uploaded under its final names, one that replaces another into `.accel-commit-…`, from
+which `recover` copies it within the store. The manifest, written last, makes it complete. Without a manifest,
+the mark `.accel-upload` says that an upload was interrupted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,13 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 def make_staging(target: RemotePath) -> RemotePath:
-    """Choose the folder to upload to, and mark it; delete interrupted uploads of other numbered checkpoints.
+    """Choose the folder to upload to, and mark it; delete interrupted uploads, also of other numbered ones.
 
     Raises:
         OSError: The store cannot be written.
     """
     recover(target)
-    staging = target / layout.COMMIT_NAME if has_checkpoint(target) else target
+    for interrupted in _commits(target):
+        interrupted.remove_tree()
+    # Of a name of its own: a load may still complete the replacement before, and then removes its folder.
+    staging = target / f"{layout.COMMIT_NAME}-{time.time_ns()}" if has_checkpoint(target) else target
     (staging / layout.UPLOAD_NAME).write_bytes(b"")
     if layout.iteration_of(target.name) is not None:
         for folder in target.parent.iterdir():
@@ -68,18 +72,32 @@ def commit(staging: RemotePath, target: RemotePath, manifest: Manifest) -> None:
         raise CheckpointError(f"{str(staging)!r} lacks uploaded files: {', '.join(absent[:5])}")
     (staging / layout.MANIFEST_NAME).write_bytes(manifest.to_text().encode())
     try:
-        recover(target)
+        if staging != target:
+            _replace(target, staging)
         (target / layout.UPLOAD_NAME).unlink(missing_ok=True)
     except OSError as error:  # it is complete, and what is left is completed by the next save
         logger.warning("Cleaning up after the save to %s failed: %s.", target, error)
 
 
 def recover(target: RemotePath) -> None:
-    """Replace the checkpoint in a folder by that in `.accel-commit`, if that is complete.
+    """Replace the checkpoint in a folder by those in `.accel-commit…` that are complete, the newest last.
 
     Every step can be repeated, also by several processes. The manifest is replaced last.
     """
-    source = target / layout.COMMIT_NAME
+    for source in _commits(target):
+        _replace(target, source)
+
+
+def _commits(target: RemotePath) -> list[RemotePath]:
+    """Return the folders of checkpoints that replace the one in a folder, the newest last."""
+    try:
+        return sorted(target.glob(f"{layout.COMMIT_NAME}*"), key=str)
+    except FileNotFoundError:
+        return []
+
+
+def _replace(target: RemotePath, source: RemotePath) -> None:
+    """Replace a checkpoint by another one, if that is complete."""
     marker = source / layout.MANIFEST_NAME
     try:
         text = marker.read_bytes()
@@ -120,7 +138,7 @@ def download_others(folder: RemotePath, target: Path) -> None:
     """Download the files that hooks have added to a checkpoint, for the hooks that load them."""
     for name in folder.sizes():
         top = name.partition("/")[0]
-        if not layout.is_of_checkpoint(top) and top not in {layout.UPLOAD_NAME, layout.COMMIT_NAME}:
+        if not layout.is_of_checkpoint(top) and not top.startswith((layout.UPLOAD_NAME, layout.COMMIT_NAME)):
             make_folder((target / name).parent)
             _download(folder / name, target / name)
 
