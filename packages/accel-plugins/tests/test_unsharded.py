@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from accel_plugins.ddp import DdpStrategy
+from accel_plugins.kwargs import StepGuard
 from accel_plugins.precision import build_precision
+from accel_plugins.step_guard import guard_steps
 from accel_plugins.strategy import Bundle, Strategy
 from accel_plugins.unsharded import load_in_place
 from accel_state.errors import SettingsError
@@ -119,3 +121,14 @@ def test_an_optimizer_of_other_groups_is_refused_before_anything_changes():
     with pytest.raises(ValueError, match="parameter group"):
         load_in_place(other, saved)
     assert not other.state
+
+
+def test_the_state_of_a_loss_scaler_is_refused_with_a_warning_where_steps_are_guarded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    strategy = make()
+    guard_steps(strategy, StepGuard(max_norm=1.0))
+    strategy.precision.load_state_dict(strategy.precision.state_dict())
+    assert not caplog.records
+    strategy.precision.load_state_dict({"scale": 2.0})
+    assert "state of a loss scaler" in caplog.text

@@ -164,7 +164,7 @@ class PrecisionPolicy:
         for model in () if self.dtype is None else bundle.models:
             if not has_wrapped_forward(model):
                 replace_forward(model, self._call)
-        if self.scaling is not None:
+        if isinstance(self.scaling, LossScaling):
             self.scaling.add(bundle.optimizers)
         return bundle
 
@@ -184,11 +184,11 @@ class PrecisionPolicy:
 
     def state_dict(self) -> StateDict:
         """Return the state needed to resume; empty without a loss scaler."""
-        return {} if self.scaling is None else self.scaling.state_dict()
+        return self.scaling.state_dict() if isinstance(self.scaling, LossScaling) else {}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Resume from a `state_dict`; warn of one that this policy cannot use."""
-        if self.scaling is not None:
+        if isinstance(self.scaling, LossScaling):
             self.scaling.load_state_dict(state)
         elif state:
             logger.warning(

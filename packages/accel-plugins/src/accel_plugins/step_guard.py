@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.kwargs import StepGuard
-    from accel_plugins.strategy import StateDict, Strategy
+    from accel_plugins.strategy import Strategy
 
 
 def guard_steps(strategy: Strategy, guard: StepGuard) -> None:
@@ -42,7 +42,7 @@ def guard_steps(strategy: Strategy, guard: StepGuard) -> None:
 
 @final
 class GuardedSteps:
-    """Judge each step by the norm of its gradients; it has the methods of `LossScaling`.
+    """Judge each step by the norm of its gradients, without a history; it is called as `LossScaling` is.
 
     Flags are 0-d float32 tensors on the device, 1 where the step is skipped, and the same on all ranks.
     """
@@ -53,9 +53,6 @@ class GuardedSteps:
         self._skipped: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
         # Copies of the counts of skipped steps on the host, with the event after which they can be read.
         self._copies: WeakKeyDictionary[Optimizer, tuple[Tensor, torch.Event | None]] = WeakKeyDictionary()
-
-    def add(self, optimizers: Iterable[Optimizer]) -> None:
-        """Do nothing: an optimizer becomes known in its first step."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss; its gradients will have another norm than those that were measured before."""
@@ -122,13 +119,6 @@ class GuardedSteps:
             optimizer.step()
         self._count(optimizer, flag)
         return stepped
-
-    def state_dict(self) -> StateDict:
-        """Return nothing: steps are judged without a history."""
-        return {}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Do nothing."""
 
     def _count(self, optimizer: Optimizer, flag: Tensor) -> None:
         """Count skipped steps in a row, and begin to copy the count to the host."""
