@@ -340,6 +340,17 @@ def test_weights_are_cast_except_those_kept(toy, toy_class, tmp_path, dtype):
     assert torch.equal(model.gain, toy.gain.to(wanted))
 
 
+def test_complex_weights_stay_trainable_and_integers_are_not(tmp_path):
+    values = {"complex": torch.ones(2, dtype=torch.complex64), "integer": torch.ones(2, dtype=torch.int64)}
+    save_file(values, tmp_path / "model.safetensors")
+    dtypes = {"complex": torch.complex64, "integer": torch.float32}
+    model = nn.ParameterDict(
+        {name: torch.empty(2, dtype=dtype, device="meta") for name, dtype in dtypes.items()}
+    )
+    load_checkpoint_in_model(model, tmp_path, device_map={"": "cpu"})
+    assert [model[name].requires_grad for name in values] == [True, False]
+
+
 def test_modules_are_kept_in_float32_by_whole_components_of_their_names(tmp_path):
     model = nn.ModuleDict({name: nn.ModuleDict({"norm": nn.Linear(2, 2)}) for name in ("wo", "word", "two")})
     save_file(model.state_dict(), tmp_path / "model.safetensors")

@@ -126,17 +126,15 @@ def _with_room(units: PlacementUnits, machine: DeviceBudgets, blocks: int) -> li
     while ends != before:
         before = ends
         off_device, on_disk = _end(ends, machine.executors), _end(ends, len(ends))
-        room = blocks * _allocated(max(units.blocks[off_device:], default=0))
+        block = max(units.blocks[off_device:], default=0)
+        if block >= _ROUNDED_FROM:  # CUDA's allocator rounds large blocks up
+            block = -(-block // _ROUNDED_TO) * _ROUNDED_TO
+        room = blocks * block
         room += sum(units.buffers[off_device:]) if machine.keep_buffers else 0
         # The first device with any layer executes the offloaded ones.
         main = next((device for device, end in enumerate(ends) if end), machine.executors - 1)
         ends = fill(units, _less(machine, room, max(units.totals[on_disk:], default=0), main=main))
     return ends
-
-
-def _allocated(nbytes: int) -> int:
-    """Return the bytes that CUDA's allocator reserves for a block: it rounds large ones up."""
-    return nbytes if nbytes < _ROUNDED_FROM else -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO
 
 
 def devices_of(ends: Sequence[int], count: int) -> list[int]:

@@ -114,7 +114,11 @@ def dispatch_model(
     devices = list(dict.fromkeys(device_map.values()))
     if len(devices) == 1 and devices[0] != "disk" and not force_hooks:
         _require_values(model, device_map)
-        _move_model(model, torch.device(devices[0]))
+        target = torch.device(devices[0])
+        if any(tensor.device != target for _, tensor in named_module_tensors(model, recurse=True)):
+            ties = find_tied_parameters(model)
+            model.to(target)
+            retie_parameters(model, ties)
         _hook_encoder(model)
         vars(model)["hf_device_map"] = asked
         return model
@@ -131,7 +135,11 @@ def dispatch_model(
         if not first.is_meta:
             tied_map[first.data_ptr()] = {}
         sent = {name: device_of(name, device_map) for name in group}
-        on_main = [device for device in sent.values() if device is not None and _is_on(device, main)]
+        on_main = [
+            device
+            for device in sent.values()
+            if device is not None and device != "disk" and check_device_same(torch.device(device), main)
+        ]
         if on_main:  # a weight that is tied to one on the main device is there
             device_map |= {name: on_main[0] for name, device in sent.items() if str(device) in _STORAGE}
     if tied:
@@ -169,8 +177,10 @@ def dispatch_model(
         if len({device_of(name, device_map) for name in group}) == 1:
             retie_parameters(model, [group])
     _hook_encoder(model)
-    if offloaded:
-        _guard_moves(model)
+    for name in _accelerate_added_attributes if offloaded else ():
+        if hasattr(type(model), name):
+            move: Callable[..., Any] = getattr(model, name)
+            vars(model)[name] = functools.wraps(move)(functools.partial(_refuse_or_move, model, move))
     vars(model)["hf_device_map"] = asked
     return model
 
@@ -275,10 +285,6 @@ def cpu_offload_with_hook(
     return model, UserCpuOffloadHook(model, hook)
 
 
-def _is_on(device: Device, main: torch.device) -> bool:
-    return device != "disk" and check_device_same(torch.device(device), main)
-
-
 def _hook(
     model: nn.Module,
     main: Device,
@@ -344,14 +350,6 @@ def _is_encoder_decoder(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
-def _move_model(model: nn.Module, device: torch.device) -> None:
-    if all(tensor.device == device for _, tensor in named_module_tensors(model, recurse=True)):
-        return
-    tied = find_tied_parameters(model)
-    model.to(device)
-    retie_parameters(model, tied)
-
-
 def _require_values(model: nn.Module, device_map: Mapping[str, Device], known: Container[str] = ()) -> None:
     """Raise if meta tensors have no weights to load: they would get uninitialised memory."""
     empty = [
@@ -382,15 +380,8 @@ def _first_device(model: nn.Module) -> torch.device:
     return default_device() if first is None or first.is_meta else first.device
 
 
-def _guard_moves(model: nn.Module) -> None:
-    """Raise when a model with offloaded weights is moved: its hooks would move weights to the old devices."""
-    for name in _accelerate_added_attributes:
-        if hasattr(type(model), name):
-            move: Callable[..., Any] = getattr(model, name)
-            vars(model)[name] = functools.wraps(move)(functools.partial(_refuse_or_move, model, move))
-
-
 def _refuse_or_move(model: nn.Module, move: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Move a model, unless it has offloaded weights, which its hooks would move to the old devices."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise RuntimeError(
             "this model cannot be moved: some of its modules are offloaded to the CPU or the disk. "

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from accel_bigmodel.placement import as_parameter
 from accel_ops.modules import replaced_attributes
 
 _UNDISPATCHED = [
@@ -106,7 +107,12 @@ class _Mover:
             return None
         original, moved = self._moved.get(id(parameter), (None, None))
         if moved is None or original is None or original() is not parameter:
-            moved = _parameter_on(parameter, self.device)
+            if isinstance(parameter, nn.UninitializedParameter):
+                lazy: Any = type(parameter)
+                kind: dict[str, Any] = {"device": self.device, "dtype": parameter.dtype}
+                moved = lazy(requires_grad=parameter.requires_grad, **kind)
+            else:
+                moved = as_parameter(parameter.detach().to(self.device), parameter)
             self._moved[id(parameter)] = (weakref.ref(parameter), moved)
         return moved
 
@@ -117,18 +123,6 @@ class _Mover:
 
     def _on_other_thread(self) -> bool:
         return threading.get_ident() != self._thread
-
-
-def _parameter_on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    if isinstance(parameter, nn.UninitializedParameter):
-        lazy: Any = type(parameter)
-        return lazy(requires_grad=parameter.requires_grad, device=device, dtype=parameter.dtype)
-    data = parameter.detach().to(device)
-    if type(parameter) is nn.Parameter:
-        moved = nn.Parameter(data, requires_grad=parameter.requires_grad)
-        vars(moved).update(vars(parameter))
-        return moved
-    return type(parameter)(data, requires_grad=parameter.requires_grad, **vars(parameter))
 
 
 def _unless_meta(initialiser: Callable[..., Tensor]) -> Callable[..., Tensor]:

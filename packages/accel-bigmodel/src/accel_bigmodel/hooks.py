@@ -344,9 +344,8 @@ class AlignDevicesHook(ModelHook):
             if self.only is None or name in self.only
         }
         if not self.offload:
-            if self.execution_device is not None:
-                for name in tensors:
-                    self._move(module, name)
+            for name in tensors:
+                self._move(module, name)
             return module
         stay = get_non_persistent_buffers(module, self.place_submodules, fqns=True)
         stay = stay if self.offload_buffers else buffers.keys() | stay
@@ -361,10 +360,9 @@ class AlignDevicesHook(ModelHook):
         self.weights_map = weights if self.weights_map is None else self.weights_map
         for slot in self.slots:
             slot.leave()
-        if self.execution_device is not None:
-            for name in stay & tensors.keys():
-                if not tensors[name].is_meta:
-                    self._move(module, name)
+        for name in stay & tensors.keys():
+            if not tensors[name].is_meta:
+                self._move(module, name)
         return module
 
     @run_uncompiled

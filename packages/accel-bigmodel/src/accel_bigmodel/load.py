@@ -25,6 +25,7 @@ from accel_bigmodel.hooks import M
 from accel_bigmodel.offload import load_offloaded_weight, offload_weight, save_offload_index
 from accel_bigmodel.placement import (
     OffloadedParameter,
+    as_parameter,
     model_tensors,
     owner_of,
     set_module_tensor_to_device,
@@ -212,7 +213,11 @@ def assign(
                 key = source.keys.get(step.key, step.key)
                 parts.setdefault(step.name, {})[step.key] = source.get(key)
                 waiting[step.name] -= 1
-                if not waiting[step.name] and _is_complete(step.name, parts[step.name]):
+                held = parts[step.name]
+                weight = held.get(step.name)
+                # The float weight, or the packed numbers with all statistics.
+                is_complete = weight is not None and (weight.is_floating_point() or len(held) > 1)
+                if not waiting[step.name] and is_complete:
                     _put_quantized(model, quantizer, source, step, parts.pop(step.name), assignment, index)
                 continue
             if step.device == "disk":
@@ -278,9 +283,15 @@ def _put(model: nn.Module, step: AssignStep, value: Tensor, assignment: Assignme
     target = table[leaf]
     if step.how == "map" and type(target) is torch.nn.Parameter and not vars(target):
         # The same as set_module_tensor_to_device, but a hundred times faster.
-        table[leaf] = torch.nn.Parameter(value, target.requires_grad and value.is_floating_point())
+        table[leaf] = as_parameter(value, target)
     elif hasattr(target, "device_mesh"):
-        part = _sharded(value.to(step.dtype), target, assignment)
+        tensors = import_module("torch.distributed.tensor")  # slow; only distributed parameters need it
+        like = cast("Any", target)
+        part = value.to(step.dtype).to(like.device_mesh.device_type)
+        if assignment.shards:
+            part = tensors.DTensor.from_local(part, like.device_mesh, like.placements)
+        else:  # every rank has the full tensor: no communication
+            part = tensors.distribute_tensor(part, like.device_mesh, like.placements, src_data_rank=None)
         if target.is_meta:
             table[leaf] = torch.nn.Parameter(part, requires_grad=target.requires_grad)
         else:
@@ -292,11 +303,6 @@ def _put(model: nn.Module, step: AssignStep, value: Tensor, assignment: Assignme
         set_module_tensor_to_device(
             model, step.name, step.device, value=value, dtype=step.dtype, clear_cache=False
         )
-
-
-def _is_complete(weight: str, parts: Mapping[str, Tensor]) -> bool:
-    """Return whether `parts` has the float weight, or the packed numbers with all statistics."""
-    return weight in parts and (parts[weight].is_floating_point() or len(parts) > 1)
 
 
 def _put_quantized(
@@ -330,32 +336,17 @@ def _put_part(model: nn.Module, source: Source, step: AssignStep) -> None:
     parts = [source.part(step.key, region) for region in regions]
     value = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     if target.is_meta:
-        table[leaf] = _shard_of(value.to(step.dtype), target)
+        shard = import_module("torch.distributed.tensor").DTensor.from_local(
+            value.to(step.dtype).to(target.device_mesh.device_type),
+            target.device_mesh,
+            target.placements,
+            run_check=False,
+            shape=target.shape,
+            stride=target.stride(),
+        )
+        table[leaf] = torch.nn.Parameter(shard, requires_grad=target.requires_grad)
     else:
         target.detach().to_local().copy_(value)  # a sharded model keeps its parameter objects
-
-
-def _shard_of(local: Tensor, like: Any) -> nn.Parameter:
-    """Return a shard with values in place of one that has none."""
-    shard = import_module("torch.distributed.tensor").DTensor.from_local(
-        local.to(like.device_mesh.device_type),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-    return torch.nn.Parameter(shard, requires_grad=like.requires_grad)
-
-
-def _sharded(value: Tensor, like: Any, assignment: Assignment) -> Tensor:
-    """Return this rank's shard as a `DTensor`, from the full tensor of rank 0 or from the shard."""
-    tensors = import_module("torch.distributed.tensor")  # slow; only distributed parameters need it
-    device = like.device_mesh.device_type
-    if assignment.shards:
-        return tensors.DTensor.from_local(value.to(device), like.device_mesh, like.placements)
-    # Every rank has the full tensor: no communication.
-    return tensors.distribute_tensor(value.to(device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _to_disk(source: Source, step: AssignStep, assignment: Assignment, index: Index) -> None:
@@ -471,7 +462,18 @@ def load_checkpoint_in_model(
         )
     if device_map is not None:
         check_device_map(model, device_map)
-        _check_not_offloaded(model, device_map)
+        # The hooks of weights for the disk that are offloaded already would go on loading the old values.
+        offloaded = [
+            name
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if isinstance(parameter, OffloadedParameter) and device_of(name, device_map) == "disk"
+        ]
+        if offloaded:
+            raise SettingsError(
+                f"{some_of(offloaded)} are offloaded, and would keep their values: the model is dispatched "
+                "already. Load without a device_map, which sets the new values in memory, or call "
+                "remove_hook_from_submodules(model) first"
+            )
     assignment = Assignment(
         device_map=device_map,
         offload_folder=offload_folder,
@@ -495,21 +497,6 @@ def load_checkpoint_in_model(
     if index and offload_folder is not None:
         Path(offload_folder).mkdir(parents=True, exist_ok=True)
         save_offload_index(index, offload_folder)
-
-
-def _check_not_offloaded(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Raise if weights for the disk are offloaded: their hooks would go on loading the old values."""
-    offloaded = [
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if isinstance(parameter, OffloadedParameter) and device_of(name, device_map) == "disk"
-    ]
-    if offloaded:
-        raise SettingsError(
-            f"{some_of(offloaded)} are offloaded, and would keep their values: the model is dispatched "
-            "already. Load without a device_map, which sets the new values in memory, or call "
-            "remove_hook_from_submodules(model) first"
-        )
 
 
 def load_checkpoint_and_dispatch(

@@ -320,13 +320,13 @@ class StreamedBlocks:
             if unit.pinned is None:
                 break
             budget -= size
+            views = unit.views(unit.pinned)
+            state.update(views)
             for index, (names, stored, begin) in enumerate(unit.tensors):
-                flat = unit.pinned[begin : begin + stored.nbytes]
-                view = flat.view(stored.dtype).view(stored.memory.shape)
+                view = views[names[0]]
                 view.copy_(stored.memory)
                 # The unpinned tensors are freed with their last reference.
                 unit.tensors[index] = (names, replace(stored, memory=view), begin)
-                state.update(dict.fromkeys(names, view))
 
 
 class OffloadedBlock:

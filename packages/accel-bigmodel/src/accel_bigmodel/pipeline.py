@@ -83,7 +83,11 @@ def prepare_pippy(
     args, kwargs = _padded(slice_tensors((example_args, kwargs), slice(0, size)), size)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     args, kwargs = send_to_device((args, kwargs), device)
-    structure = tree_structure(_call_on_meta(model, args, kwargs))  # which tracing loses
+    named = (*model.named_parameters(), *model.named_buffers())
+    tensors = {name: tensor.to("meta") for name, tensor in named}
+    with torch.no_grad():  # the structure of the output, which tracing loses
+        output = functional_call(model, tensors, *send_to_device((args, dict(kwargs)), "meta"))
+    structure = tree_structure(output)
     schedule = build_pipeline(model, split_points, args, kwargs, chunks)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -94,14 +98,6 @@ def prepare_pippy(
     vars(model)["_original_forward"] = model.forward
     vars(model)["forward"] = MethodType(forward, model)
     return model
-
-
-def _call_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    tensors = {
-        name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-    with torch.no_grad():
-        return functional_call(model, tensors, *send_to_device((args, dict(kwargs)), "meta"))
 
 
 def build_pipeline(
@@ -189,14 +185,11 @@ def _one_batch(
             output = forward()
     if state.is_last_process:
         output = slice_tensors(output, slice(0, rows))
-    return _from_last(output, state) if gather else output
-
-
-def _from_last(output: Any, state: PartialState) -> Any:
+    if not gather:
+        return output
     last = state.num_processes - 1
-    structure = broadcast_object_list([get_data_structure(output) if state.is_last_process else None], last)[
-        0
-    ]
+    described = [get_data_structure(output) if state.is_last_process else None]
+    structure = broadcast_object_list(described, last)[0]
     if not state.is_last_process:
         output = recursively_apply(lambda tensor: tensor.to(state.device), initialize_tensors(structure))
     return broadcast(output, last)

@@ -148,7 +148,8 @@ def as_parameter(tensor: Tensor, like: Tensor | None) -> nn.Parameter:
     if like is None or type(like) in (nn.Parameter, OffloadedParameter, torch.Tensor):
         wanted = like is not None and like.requires_grad
         # Integers cannot require gradients, even if the meta model's parameter does.
-        new = nn.Parameter(tensor, requires_grad=wanted and tensor.is_floating_point())
+        can_require = tensor.is_floating_point() or tensor.is_complex()
+        new = nn.Parameter(tensor, requires_grad=wanted and can_require)
         if like is not None and vars(like):
             vars(new).update({key: value for key, value in vars(like).items() if key != "offloaded_name"})
         return new
