@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from accel_state.torch_private import TorchDispatchMode, tree_map
+from accel_state.errors import CheckpointMismatchError, some_of
+from accel_state.torch_private import TorchDispatchMode, disable_current_modes, tree_map
+
+if TYPE_CHECKING:
+    from accel_ops.weights.hub_names import Conversion
 
 _aten = torch.ops.aten
 Reader = Callable[[Sequence[slice]], Tensor]
@@ -62,7 +66,8 @@ class Recording(TorchDispatchMode):
         if func in (_aten.split.Tensor, _aten.split_with_sizes.default):
             size, dim = rest[0], (*rest, 0)[1] % dims
             begin = size * index if isinstance(size, int) else sum(size[:index])
-            return self.read(first, _with(region, dim, _moved(region[dim], begin)))
+            part = slice(region[dim].start + begin, region[dim].stop + begin)
+            return self.read(first, _with(region, dim, part))
         if func is _aten.transpose.int:
             one, other = (dim % dims for dim in rest)
             swapped = _with(_with(region, one, region[other]), other, region[one])
@@ -91,9 +96,35 @@ class Recording(TorchDispatchMode):
         return self.read(value, [slice(0, size) for size in value.shape]).contiguous()
 
 
+def record_conversion(
+    conversion: Conversion, parts: Mapping[str, tuple[Sequence[int], torch.dtype, Reader]]
+) -> tuple[Recording, dict[str, Tensor]]:
+    """Run a conversion on tensors without values, of which the recording then reads parts of the results.
+
+    Args:
+        conversion: The conversion.
+        parts: Shape, dtype and reader of each of its tensors in files, by name.
+
+    Raises:
+        CheckpointMismatchError: Tensors that belong together do not fit.
+    """
+    recording = Recording()
+
+    def without_values(key: str) -> Tensor:
+        shape, dtype, reader = parts[key]
+        with disable_current_modes():
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+        return recording.source(empty, reader)
+
+    try:
+        with recording:
+            return recording, conversion.run(without_values)
+    except Exception as error:
+        raise CheckpointMismatchError(
+            f"the checkpoint does not match the model. {some_of(conversion.parts)} cannot be "
+            f"converted for {type(conversion.model).__name__}: {error}"
+        ) from error
+
+
 def _with(region: Sequence[slice], dim: int, part: slice) -> list[slice]:
     return [*region[:dim], part, *region[dim + 1 :]]
-
-
-def _moved(part: slice, by: int) -> slice:
-    return slice(part.start + by, part.stop + by)

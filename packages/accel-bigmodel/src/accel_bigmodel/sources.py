@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from accel_bigmodel.host_to_device import HostToDevice, upload
-from accel_bigmodel.recording import Recording
+from accel_bigmodel.recording import Recording, record_conversion
 from accel_ops.weights.hub_names import Conversion, from_hub
 from accel_ops.weights.layout import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -29,7 +29,6 @@ from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state import runtime
 from accel_state.errors import (
     CheckpointError,
-    CheckpointMismatchError,
     MissingDependencyError,
     SettingsError,
     some_of,
@@ -38,7 +37,6 @@ from accel_state.files import any_path
 from accel_state.platforms import can_replace_mapped
 from accel_state.remote import AnyPath, RemotePath
 from accel_state.streams import device_streams
-from accel_state.torch_private import disable_current_modes
 
 _log = logging.getLogger(__name__)
 _PATTERNS = (
@@ -203,25 +201,15 @@ class ConvertedSource(Source):
         self._recorded: dict[str, tuple[Recording, Tensor]] = {}
         self._ready: dict[str, Tensor] = {}
         for conversion in conversions:
-            recording = Recording()
-            try:
-                with recording:
-                    results = conversion.run(partial(self._without_values, recording))
-            except Exception as error:
-                raise CheckpointMismatchError(
-                    f"the checkpoint does not match the model. {some_of(conversion.parts)} cannot be "
-                    f"converted for {type(conversion.model).__name__}: {error}"
-                ) from error
+            parts = {
+                key: (*self._sources[key].tensors[key], partial(self._sources[key].part, key))
+                for key in conversion.parts
+            }
+            recording, results = record_conversion(conversion, parts)
             self.tensors |= {name: (tuple(value.shape), value.dtype) for name, value in results.items()}
             self._conversion_of |= dict.fromkeys(results, conversion)
             if recording.is_complete:
                 self._recorded |= {name: (recording, value) for name, value in results.items()}
-
-    def _without_values(self, recording: Recording, key: str) -> Tensor:
-        shape, dtype = self._sources[key].tensors[key]
-        with disable_current_modes():
-            empty = torch.empty(shape, dtype=dtype, device="meta")
-        return recording.source(empty, partial(self._sources[key].part, key))
 
     def get(self, name: str) -> Tensor:
         if name not in self._ready:

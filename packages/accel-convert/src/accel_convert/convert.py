@@ -141,7 +141,9 @@ def _staging(target: AnyPath) -> Generator[Path]:
     if isinstance(target, RemotePath):
         with tempfile.TemporaryDirectory(prefix="accel-convert-") as folder:
             yield Path(folder)
-            for name in sorted(sizes_in(Path(folder)), key=_is_last):
+            # Files that mark a checkpoint complete come after its other files.
+            last = (layout.MANIFEST_NAME, ".metadata", ".index.json", UNIVERSAL_TAG_FILE)
+            for name in sorted(sizes_in(Path(folder)), key=lambda name: (name.endswith(last), name)):
                 (target / name).upload(Path(folder) / name)
         return
     make_folder(target.parent)
@@ -153,11 +155,6 @@ def _staging(target: AnyPath) -> Generator[Path]:
         flush_folder(target.parent)
     finally:
         remove(staging)
-
-
-def _is_last(name: str) -> tuple[bool, str]:
-    """Sort files that mark a checkpoint complete after its other files."""
-    return name.endswith((layout.MANIFEST_NAME, ".metadata", ".index.json", UNIVERSAL_TAG_FILE)), name
 
 
 class _Digests:

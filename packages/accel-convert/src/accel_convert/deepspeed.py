@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count, takewhile
 from pathlib import Path, PurePath
 from typing import Any
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_convert.contents import CheckpointContents, OptimizerContents
-from accel_convert.names import name_parameters
+from accel_convert.contents import CheckpointContents, OptimizerContents, name_parameters
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.lazy_tensors import LazyTensor
 from accel_plugins.deepspeed.folder import engine_folder, is_engine_folder, load_file, range_of, read_folder
@@ -26,7 +25,8 @@ def read_engine_state(folder: AnyPath) -> CheckpointContents | None:
 
     Files are memory-mapped, and no code in them is executed.
     """
-    engines = [folder] if is_engine_folder(folder) else [*takewhile(is_engine_folder, _engines(folder))]
+    numbered = (engine_folder(folder, layout.engine_name(index), index) for index in count())
+    engines = [folder] if is_engine_folder(folder) else [*takewhile(is_engine_folder, numbered)]
     if not engines:
         return None
     contents = CheckpointContents(form="checkpoint of DeepSpeed")
@@ -43,10 +43,6 @@ def read_engine_state(folder: AnyPath) -> CheckpointContents | None:
         read = {engine.name for engine in engines} | layout.ENGINE_ROOT_FILES
         contents.add_state(folder, read.__contains__)
     return contents
-
-
-def _engines(folder: AnyPath) -> Iterator[AnyPath]:
-    return (engine_folder(folder, layout.engine_name(index), index) for index in count())
 
 
 def _local(folder: AnyPath) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_bigmodel.recording import Recording
+from accel_bigmodel.recording import record_conversion
 from accel_convert.contents import CheckpointContents
 from accel_ops.weights.hub_names import Conversion, HubNames, from_hub
 from accel_ops.weights.lazy_tensors import LazyTensor
@@ -125,18 +125,9 @@ def _converted(
 
 def _lazily(group: Conversion, weights: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Convert tensors when the results are read: for a chunk, only what it needs of them is read."""
-    recording = Recording()
-    sources: dict[str, Tensor] = {}
-    for name in group.parts:
-        empty = torch.empty(weights[name].shape, dtype=weights[name].dtype, device="meta")
-        sources[name] = recording.source(empty, partial(_read_part, weights[name]))
-    try:
-        with recording:
-            results = group.run(sources.__getitem__)
-    except Exception as error:
-        raise CheckpointError(
-            f"{some_of(group.parts)} cannot be converted for {type(group.model).__name__}: {error}"
-        ) from error
+    tensors = {name: weights[name] for name in group.parts}
+    parts = {name: (lazy.shape, lazy.dtype, partial(_read_part, lazy)) for name, lazy in tensors.items()}
+    recording, results = record_conversion(group, parts)
 
     def read(name: str, begin: int, end: int) -> Tensor:
         rows = slice(begin, end)

@@ -7,11 +7,10 @@ from itertools import count, takewhile
 from typing import Any, cast
 
 from accel_convert.adapters import is_adapter, merge_adapter
-from accel_convert.contents import CheckpointContents
+from accel_convert.contents import CheckpointContents, name_parameters
 from accel_convert.deepspeed import read_engine_state, read_universal
 from accel_convert.hub import with_names_of
 from accel_convert.megatron import read_megatron
-from accel_convert.names import name_parameters
 from accel_convert.stream import read_lazily
 from accel_ops.weights.layout import SAFETENSORS_SUFFIX
 from accel_ops.weights.lazy_tensors import LazyTensor, lazy_safetensors, lazy_torch_file
