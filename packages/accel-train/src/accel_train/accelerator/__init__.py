@@ -118,14 +118,18 @@ RecipeKwargs: TypeAlias = "AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs"
 DEFAULT_BUCKET_BYTES = 256 << 20
 
 
+def _read_only(path: str, doc: str) -> Any:
+    """Return a property for an attribute of a part of the accelerator, at a dotted path."""
+    return property(attrgetter(path), doc=doc)
+
+
 def _attribute_of(name: str, doc: str, part: str = "dataloader_config") -> Any:
     """Return a property that reads and writes an attribute of a part of the accelerator."""
-    find = attrgetter(part)
 
     def write(self: Any, value: Any) -> None:
-        setattr(find(self), name, value)
+        setattr(attrgetter(part)(self), name, value)
 
-    return property(lambda self: getattr(find(self), name), write, doc=doc)
+    return _read_only(f"{part}.{name}", doc).setter(write)
 
 
 def _rank_on(mesh: Any, axis: str) -> int:
@@ -139,7 +143,7 @@ def _rank_along(axis: str, doc: str) -> Any:
     return property(lambda self: _rank_on(self.torch_device_mesh, axis), doc=doc)
 
 
-def _handler(kind: type[KwargsHandler], doc: str) -> Any:
+def _handler(kind: type[KwargsHandler], doc: str = "") -> Any:
     """Return a property for the kwargs handler of a type; what is prepared later follows a change."""
     is_recipe = kind in (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs)
 
@@ -152,6 +156,7 @@ def _handler(kind: type[KwargsHandler], doc: str) -> Any:
         if kind is AutocastKwargs:
             parts.precision = with_autocast_options(parts.precision, handler)
 
+    doc = f"The `{kind.__name__}` of the accelerator{doc}."
     return property(lambda self: self._parts.handlers.get(kind), write, doc=doc)
 
 
@@ -390,30 +395,15 @@ class Accelerator(RankMethods):
     def _process(self) -> PartialState:
         return self._partial_state
 
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self._partial_state.device
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """The documented label of the strategy and device."""
-        return self.state.distributed_type
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes of the run."""
-        return self._partial_state.num_processes
-
-    @property
-    def process_index(self) -> int:
-        """The rank of this process among all."""
-        return self._partial_state.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        """The local rank of this process."""
-        return self._partial_state.local_process_index
+    device: torch.device = _read_only("_partial_state.device", "The device of this process.")
+    distributed_type: DistributedType = _read_only(
+        "state.distributed_type", "The documented label of the strategy and device."
+    )
+    num_processes: int = _read_only("_partial_state.num_processes", "Number of processes of the run.")
+    process_index: int = _read_only("_partial_state.process_index", "The rank of this process among all.")
+    local_process_index: int = _read_only(
+        "_partial_state.local_process_index", "The local rank of this process."
+    )
 
     @property
     def multi_device(self) -> bool:
@@ -733,7 +723,12 @@ class Accelerator(RankMethods):
             self.lomo_backward(loss / state.num_steps, **kwargs)
             return
         if num_items is not None:
-            self._backward_of_items(loss, num_items, kwargs)
+            parts.strategy.require(Feature.ITEM_COUNTS, "backward(num_items=…)")
+            parts.items.add(num_items)
+            sync = state.sync_gradients
+            parts.backward(loss, accumulation=1, sync=sync, **kwargs)
+            if sync and not parts.items.holds:
+                parts.items.normalize()
             return
         if parts.items.is_open:
             raise ValueError(
@@ -901,8 +896,7 @@ class Accelerator(RankMethods):
         """
         parts = self._parts
         _check_parameters(parameters, "clip_grad_norm_")
-        optimizers = self._scaled_optimizers("clip_grad_norm_()")
-        self._normalize_gradients()
+        optimizers = self._normalized_optimizers("clip_grad_norm_()")
         return parts.strategy.clip_grad_norm(parameters, max_norm, norm_type, optimizers=optimizers)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
@@ -920,8 +914,7 @@ class Accelerator(RankMethods):
         _check_parameters(parameters, "clip_grad_value_")
         strategy = self._parts.strategy
         strategy.require(Feature.CLIP_GRAD_VALUE, what)
-        optimizers = self._scaled_optimizers(what)
-        self._normalize_gradients()
+        optimizers = self._normalized_optimizers(what)
         strategy.clip_grad_value(parameters, clip_value, optimizers=optimizers)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
@@ -933,8 +926,7 @@ class Accelerator(RankMethods):
         Raises:
             RuntimeError: A scaled loss is being accumulated, so the gradients are incomplete.
         """
-        known = self._scaled_optimizers("unscale_gradients()")
-        self._normalize_gradients()
+        known = self._normalized_optimizers("unscale_gradients()")
         if optimizer is not None:
             listed: Sequence[Any] = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
             known = [without_wrapper(wrapped) for wrapped in listed]
@@ -949,14 +941,9 @@ class Accelerator(RankMethods):
     def gradient_state(self, gradient_state: GradientState) -> None:
         self._parts.gradient_state = gradient_state
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether gradients are synchronised now, so that optimizers step."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, sync_gradients: bool) -> None:
-        self.gradient_state.sync_gradients = sync_gradients
+    sync_gradients: bool = _attribute_of(
+        "sync_gradients", "Whether gradients are synchronised now, so that optimizers step.", "gradient_state"
+    )
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -970,37 +957,19 @@ class Accelerator(RankMethods):
         state.plugin_kwargs = {**state.plugin_kwargs, **plugin.to_kwargs()}
         state.num_steps = gradient_accumulation_steps
 
-    @property
-    def step(self) -> int:
-        """Micro-batches since the last optimizer step."""
-        return self._parts.synchronizer.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._parts.synchronizer.step = step
+    step: int = _attribute_of("step", "Micro-batches since the last optimizer step.", "_parts.synchronizer")
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether a prepared optimizer skipped its last step because of its gradients."""
         return any(optimizer.step_was_skipped for optimizer in self._parts.prepared.optimizers)
 
-    def _backward_of_items(self, loss: Tensor, num_items: ItemCount, kwargs: dict[str, Any]) -> None:
+    def _normalized_optimizers(self, what: str) -> list[Optimizer]:
+        """Divide complete gradients by the counted items; return their optimizers."""
         parts = self._parts
-        parts.strategy.require(Feature.ITEM_COUNTS, "backward(num_items=…)")
-        sync = parts.gradient_state.sync_gradients
-        parts.items.add(num_items)
-        parts.backward(loss, accumulation=1, sync=sync, **kwargs)
-        if sync and not parts.items.is_held:
+        if parts.gradient_state.sync_gradients:
             parts.items.normalize()
-
-    def _normalize_gradients(self) -> None:
-        """Normalize the gradients of a window that was not completed by `accumulate`."""
-        if self._parts.gradient_state.sync_gradients:
-            self._parts.items.normalize()
-
-    def _scaled_optimizers(self, what: str) -> list[Optimizer]:
-        parts = self._parts
-        if parts.precision.scaler is not None and not parts.gradient_state.sync_gradients:
+        elif parts.precision.scaler is not None:
             raise RuntimeError(
                 f"{what} was called while gradients are being accumulated: they are still scaled and "
                 "incomplete. Call it only"
@@ -1050,29 +1019,16 @@ class Accelerator(RankMethods):
     def scaler(self, scaler: GradScaler | None) -> None:
         switch_scaler(self._parts.precision, scaler)
 
-    autocast_handler: AutocastKwargs | None = _handler(
-        AutocastKwargs, "The `AutocastKwargs` of the accelerator."
-    )
-    scaler_handler: GradScalerKwargs | None = _handler(
-        GradScalerKwargs, "The `GradScalerKwargs` of the accelerator."
-    )
+    autocast_handler: AutocastKwargs | None = _handler(AutocastKwargs)
+    scaler_handler: GradScalerKwargs | None = _handler(GradScalerKwargs)
     ddp_handler: DistributedDataParallelKwargs | None = _handler(
-        DistributedDataParallelKwargs,
-        "The `DistributedDataParallelKwargs` of the accelerator; `prepare` reads them.",
+        DistributedDataParallelKwargs, "; `prepare` reads them"
     )
-    init_handler: InitProcessGroupKwargs | None = _handler(
-        InitProcessGroupKwargs, "The `InitProcessGroupKwargs` of the accelerator."
-    )
-    profile_handler: ProfileKwargs | None = _handler(ProfileKwargs, "The `ProfileKwargs` of the accelerator.")
-    ao_recipe_handler: AORecipeKwargs | None = _handler(
-        AORecipeKwargs, "The `AORecipeKwargs` of the accelerator."
-    )
-    te_recipe_handler: TERecipeKwargs | None = _handler(
-        TERecipeKwargs, "The `TERecipeKwargs` of the accelerator."
-    )
-    msamp_recipe_handler: MSAMPRecipeKwargs | None = _handler(
-        MSAMPRecipeKwargs, "The `MSAMPRecipeKwargs` of the accelerator."
-    )
+    init_handler: InitProcessGroupKwargs | None = _handler(InitProcessGroupKwargs)
+    profile_handler: ProfileKwargs | None = _handler(ProfileKwargs)
+    ao_recipe_handler: AORecipeKwargs | None = _handler(AORecipeKwargs)
+    te_recipe_handler: TERecipeKwargs | None = _handler(TERecipeKwargs)
+    msamp_recipe_handler: MSAMPRecipeKwargs | None = _handler(MSAMPRecipeKwargs)
 
     @property
     def fp8_recipe_handler(self) -> RecipeKwargs | None:
@@ -1310,10 +1266,7 @@ class Accelerator(RankMethods):
         """
         return checkpoint.load.has_checkpoint(self._parts.checkpoints)
 
-    @property
-    def save_iteration(self) -> int:
-        """The number of the next checkpoint."""
-        return self.project_configuration.iteration
+    save_iteration: int = _read_only("project_configuration.iteration", "The number of the next checkpoint.")
 
     def exit_if_preempted(self) -> None:
         """Save and exit if the job is preempted; otherwise do nothing. Call it on every rank.
@@ -1793,15 +1746,12 @@ class Accelerator(RankMethods):
 
     # The device mesh, and the coordinates of this rank on it.
 
-    @property
-    def parallelism_config(self) -> ParallelismConfig | None:
-        """The sizes of the mesh axes."""
-        return self.state.parallelism_config
-
-    @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The active DeepSpeed plugin; `None` if DeepSpeed is not used."""
-        return self.state.deepspeed_plugin
+    parallelism_config: ParallelismConfig | None = _read_only(
+        "state.parallelism_config", "The sizes of the mesh axes."
+    )
+    deepspeed_plugin: DeepSpeedPlugin | None = _read_only(
+        "state.deepspeed_plugin", "The active DeepSpeed plugin; `None` if DeepSpeed is not used."
+    )
 
     @property
     def deepspeed_engine_wrapped(self) -> DeepSpeedEngineWrapper | None:
@@ -1809,15 +1759,11 @@ class Accelerator(RankMethods):
         models = self._parts.prepared.models
         return self._parts.strategy.engine_of(models[0]) if models else None
 
-    @property
-    def torch_device_mesh(self) -> DeviceMesh | None:
-        """The device mesh of this run; `None` where models are replicated on all ranks."""
-        return self._parts.strategy.mesh
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether models are sharded by `fully_shard`."""
-        return self.state.is_fsdp2
+    torch_device_mesh: DeviceMesh | None = _read_only(
+        "_parts.strategy.mesh",
+        "The device mesh of this run; `None` where models are replicated on all ranks.",
+    )
+    is_fsdp2: bool = _read_only("state.is_fsdp2", "Whether models are sharded by `fully_shard`.")
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
@@ -1917,15 +1863,12 @@ class Accelerator(RankMethods):
         "project", "Directories, and how checkpoints are named and kept.", "_parts.checkpoints"
     )
 
-    @property
-    def project_dir(self) -> str | Path | None:
-        """Directory of the project's files."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | Path | None:
-        """Directory of the trackers' files."""
-        return self.project_configuration.logging_dir
+    project_dir: str | Path | None = _read_only(
+        "project_configuration.project_dir", "Directory of the project's files."
+    )
+    logging_dir: str | Path | None = _read_only(
+        "project_configuration.logging_dir", "Directory of the trackers' files."
+    )
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[profile]:
         """Record the block with `torch.profiler`.
