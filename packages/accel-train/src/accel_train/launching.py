@@ -311,7 +311,10 @@ def _fork(
         **options,
     )
     # Torch's launcher leaves its signal handlers, a variable and a folder of logs.
-    handlers = _signal_handlers()
+    handlers = dict[signal.Signals, Any]()
+    if threading.current_thread() is threading.main_thread():
+        numbers = [signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")]
+        handlers = {number: signal.getsignal(number) for number in numbers}
     forked = multiprocessing.get_context("fork").Barrier(processes)
     entry: Any = partial(_run_as_rank, forked, handlers, function)
     entry.__name__ = entry.__qualname__ = getattr(function, "__name__", type(function).__name__)
@@ -322,8 +325,13 @@ def _fork(
             log.addFilter(_has_no_traceback)
             try:
                 return dict(sorted(elastic_launch(config, entry)(*args).items()))
-            except ChildFailedError as error:
-                raise _describe_failure(error, Path(logs.root_log_dir)) from None
+            except ChildFailedError as error:  # torch reports one failure
+                failures: Mapping[int, Any] = error.failures
+                errors = {rank: error_of_failure(failure) for rank, failure in failures.items()}
+                errors |= read_worker_errors(Path(logs.root_log_dir))
+                ranks = sorted(errors, key=lambda rank: errors[rank].time)
+                text = "\n".join(f"Rank {rank} {errors[rank].how}\n{errors[rank].trace}" for rank in ranks)
+                raise WorkerFailedError(text, ranks) from None
             finally:
                 log.removeFilter(_has_no_traceback)
                 _set_handlers(handlers)
@@ -333,28 +341,9 @@ def _fork(
         raise
 
 
-def _describe_failure(error: ChildFailedError, folder: Path) -> WorkerFailedError:
-    """Describe the failed processes of this node, in the order in which they failed; torch reports one."""
-    failures: Mapping[int, Any] = error.failures
-    errors = {rank: error_of_failure(failure) for rank, failure in failures.items()}
-    errors |= read_worker_errors(folder)
-    ranks = sorted(errors, key=lambda rank: errors[rank].time)
-    return WorkerFailedError(
-        "\n".join(f"Rank {rank} {errors[rank].how}\n{errors[rank].trace}" for rank in ranks), ranks
-    )
-
-
 def _has_no_traceback(record: logging.LogRecord) -> bool:
     """Return whether a log record of torch has no traceback (the raised error already contains it)."""
     return record.exc_info is None
-
-
-def _signal_handlers() -> dict[signal.Signals, Any]:
-    """Return the handlers of the signals that torch's launcher handles; none outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-    return {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in names}
 
 
 def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:

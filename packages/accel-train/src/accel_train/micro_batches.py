@@ -119,7 +119,13 @@ class AutoMicroBatch:
                 "memory runs out. Call optimizer.zero_grad(), with set_to_none=True, before it."
             )
         if not self._is_known:
-            self._learn(compute_loss, batch)
+            # Record the collectives of one sample.
+            device = self._accelerator.device
+            devices = [] if device.type == "cpu" else [device]
+            with torch.random.fork_rng(devices, device_type=device.type), self._recorder:
+                compute_loss(slice_tensors(batch, slice(0, 1))).backward()
+            self._drop_gradients()
+            self._is_known = True
         runtime = self._accelerator._parts.runtime
         types = ["torch"] if runtime.kind.rng_key is None else ["torch", runtime.kind.rng_key]
         generators = [*map(rng_source, types)]
@@ -141,15 +147,6 @@ class AutoMicroBatch:
             )
             for generator, state in zip(generators, states, strict=True):
                 generator.write(state)
-
-    def _learn(self, compute_loss: Callable[[Batch], Tensor], batch: Batch) -> None:
-        """Record the collectives of one sample."""
-        device = self._accelerator.device
-        devices = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices, device_type=device.type), self._recorder:
-            compute_loss(slice_tensors(batch, slice(0, 1))).backward()
-        self._drop_gradients()
-        self._is_known = True
 
     def _attempt(
         self, compute_loss: Callable[[Batch], Tensor], batch: Batch, reduction: str
@@ -231,13 +228,10 @@ class _Recorder(TorchDispatchMode):
             if done[group] > 0:  # the order within a group is that of all micro-batches
                 done[group] -= 1
                 continue
-            operation(*tree_map(_filled, blank), **kwargs)[-1].wait()
+            filled = tree_map(lambda arg: arg.contiguous() if isinstance(arg, Tensor) else arg, blank)
+            operation(*filled, **kwargs)[-1].wait()
 
 
 def _blank(value: Any) -> Any:
     """Return zeros almost without storage in place of a tensor, of its shape, dtype and device."""
     return value.new_zeros(()).expand(value.shape) if isinstance(value, Tensor) else value
-
-
-def _filled(value: Any) -> Any:
-    return value.contiguous() if isinstance(value, Tensor) else value

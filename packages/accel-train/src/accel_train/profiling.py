@@ -99,9 +99,17 @@ class StepMeter:
         self._has_trained = True
         loader: Any = self._gradient_state.active_dataloader
         waited = self._waits.pop(id(loader), None)
-        if waited is not None:
-            self._waited += waited
-            self._samples += _count_samples(loader, self._samples_per_batch[id(loader)])
+        if waited is None:
+            return
+        self._waited += waited
+        # The samples in the current batches of all ranks, without padding.
+        per_batch = self._samples_per_batch[id(loader)]
+        if loader.end_of_dataloader and loader.remainder > 0:
+            self._samples += loader.remainder
+        elif per_batch is not None:
+            self._samples += per_batch
+        else:
+            self._samples += (loader.batch_size_seen or 0) * loader.total_batch_size
 
     def count_items(self, total: torch.Tensor, *, of_all_ranks: bool) -> None:
         """Count the items of an optimizer step."""
@@ -143,12 +151,3 @@ class StepMeter:
         self._waited = 0.0
         self._samples = 0
         self._items: dict[str, torch.Tensor] = {}  # by the name of the value that `read` returns
-
-
-def _count_samples(loader: Any, per_batch: int | None) -> int:
-    """Return the number of samples in the current batches of all ranks, without padding."""
-    if loader.end_of_dataloader and loader.remainder > 0:
-        return loader.remainder
-    if per_batch is not None:
-        return per_batch
-    return (loader.batch_size_seen or 0) * loader.total_batch_size  # the batches of all ranks

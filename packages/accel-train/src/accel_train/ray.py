@@ -6,6 +6,7 @@ Every function raises `MissingDependencyError` without Ray Train, and `SettingsE
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
@@ -104,13 +105,13 @@ def shard_loader(accelerator: Accelerator, name: str = "train", **options: Any) 
     )
 
 
+@dataclass(eq=False, repr=False)
 class _Shard(IterableDataset[Any]):
-    def __init__(self, shard: Any, options: dict[str, Any]) -> None:
-        self._shard = shard
-        self._options = options
+    shard: Any
+    options: dict[str, Any]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._shard.iter_torch_batches(**self._options))
+        return iter(self.shard.iter_torch_batches(**self.options))
 
 
 def _ray_train() -> Any:

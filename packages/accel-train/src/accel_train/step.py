@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
 
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops import collectives
-from accel_ops.modules import replace_forward
-from accel_ops.tree import by_device, recursively_apply
+from accel_ops.modules import replace_forward, replaced_attributes
+from accel_ops.tree import by_device, walk
 from accel_plugins.optimizer import is_lomo
 from accel_plugins.strategy import Feature, Strategy
 from accel_state.accelerator_state import AccumulationWindow, GradientState
@@ -125,24 +126,21 @@ class Synchronizer:
         return self.no_sync is not None and not self._state.plugin_kwargs.get("sync_each_batch", False)
 
 
+@dataclass(slots=True, eq=False)
 class Accumulation:
     """One micro-batch: counted on entry, its gradients kept local unless it completes a window.
 
     It is a class and not a generator because it is entered once per micro-batch and has to be cheap.
     """
 
-    __slots__ = ("_local", "_models", "_synchronizer")
-
-    def __init__(self, synchronizer: Synchronizer, models: Sequence[nn.Module]) -> None:
-        self._synchronizer = synchronizer
-        self._models = models
-        self._local: AbstractContextManager[Any] | None = None
+    synchronizer: Synchronizer
+    models: Sequence[nn.Module]
+    _local: AbstractContextManager[Any] | None = field(default=None, init=False)
 
     def __enter__(self) -> None:
         """Count the micro-batch."""
-        synchronizer = self._synchronizer
-        if not synchronizer.advance(self._models) and synchronizer.skips_sync():
-            self._local = synchronizer.local(self._models)
+        if not self.synchronizer.advance(self.models) and self.synchronizer.skips_sync():
+            self._local = self.synchronizer.local(self.models)
             self._local.__enter__()
 
     def __exit__(
@@ -211,7 +209,9 @@ class EngineCalls:
                 accumulation=self._state.num_steps,
                 sync=self._state.sync_gradients,
             )
-            recursively_apply(self._remember, output)
+            for _, leaf in walk(output):
+                if isinstance(leaf, Tensor):
+                    self._returned[leaf] = True
             return output
 
         replace_forward(model, routed)
@@ -230,10 +230,6 @@ class EngineCalls:
                 "called, for the loss that it returns. Pass only that tensor."
             )
 
-    def _remember(self, tensor: Tensor) -> Tensor:
-        self._returned[tensor] = True
-        return tensor
-
 
 ItemCount: TypeAlias = "int | float | torch.Tensor"
 """A number of items: 0 or more, a tensor of one element to leave it where it was computed."""
@@ -249,6 +245,7 @@ class ItemWindow:
 
     Attributes:
         is_open (bool): Whether items have been counted since the last optimizer step.
+        holds (int): Number of blocks that postpone normalization, since micro-batches are certain to follow.
     """
 
     def __init__(
@@ -263,15 +260,10 @@ class ItemWindow:
         self._total: torch.Tensor | None = None
         self._count: torch.Tensor | None = None
         self._divisor: torch.Tensor | None = None
-        self._holds = 0
+        self.holds = 0
         self._refusing: str | None = None
         self._is_local = False
         self.is_open = False  # not a property, since every step reads it
-
-    @property
-    def is_held(self) -> bool:
-        """Whether normalization is postponed: further micro-batches are certain to follow."""
-        return self._holds > 0
 
     def add(self, num_items: ItemCount) -> None:
         """Count the items of one micro-batch, before its backward pass."""
@@ -315,30 +307,20 @@ class ItemWindow:
     @contextmanager
     def hold(self, inner: AbstractContextManager[Any]) -> Generator[None]:
         """Enter another context manager, and postpone normalization until its end."""
-        self._holds += 1
+        self.holds += 1
         try:
             with inner:
                 yield
         finally:
-            self._holds -= 1
+            self.holds -= 1
 
-    @contextmanager
-    def refuse(self, where: str) -> Generator[None]:
-        """Refuse to count items within the block; `where` names it in the message."""
-        before, self._refusing = self._refusing, where
-        try:
-            yield
-        finally:
-            self._refusing = before
+    def refuse(self, where: str) -> AbstractContextManager[None]:
+        """Refuse to count items within a block; `where` names it in the message."""
+        return replaced_attributes(self, {"_refusing": where})
 
-    @contextmanager
-    def count_locally(self) -> Generator[None]:
-        """Count and normalize on this rank alone within the block, since its gradients are local."""
-        self._is_local = True
-        try:
-            yield
-        finally:
-            self._is_local = False
+    def count_locally(self) -> AbstractContextManager[None]:
+        """Count and normalize on this rank alone within a block, since its gradients are local."""
+        return replaced_attributes(self, {"_is_local": True})
 
     def _tensor(self, num_items: ItemCount) -> torch.Tensor:
         device = self._runtime.device

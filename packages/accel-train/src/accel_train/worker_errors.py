@@ -6,6 +6,7 @@ import contextlib
 import re
 import signal
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,9 +82,13 @@ def read_worker_errors(folder: Path) -> dict[int, WorkerErrors]:
     """Read the error files of the last attempt's workers, by rank."""
     errors: dict[int, WorkerErrors] = {}
     for file in find_error_files(folder, _STACK_FILE.format("*")):
-        if stack := _parse_stack(file.read_text(encoding="utf-8")):
+        # The first stack of a dump of `faulthandler`, in the order of a traceback, without our frames.
+        dump = file.read_text(encoding="utf-8").splitlines()[1:]
+        stack = takewhile(lambda line: line.startswith("  File "), dump)
+        if lines := [line for line in stack if not _WORKER_FRAME.match(line)]:
+            trace = "\n".join(["Stack (most recent call last):", *reversed(lines)])
             rank = int(file.stem.rpartition("-")[2])
-            errors[rank] = WorkerErrors(how="was interrupted, and did not end", trace=stack)
+            errors[rank] = WorkerErrors(how="was interrupted, and did not end", trace=trace)
     for file in find_error_files(folder):
         with contextlib.suppress(ValueError):  # its worker was killed as it wrote the file
             content = read_json(file)
@@ -108,17 +113,6 @@ def _details(content: Any) -> dict[str, Any]:
 
 # The outermost frames of every worker.
 _WORKER_FRAME = re.compile(r'  File "(?:[^"]*[/\\]accel_cli[/\\]launch[/\\]worker\.py|<frozen runpy>)"')
-
-
-def _parse_stack(text: str) -> str:
-    """Return the first stack of a `faulthandler` dump, in traceback order and without our frames."""
-    lines: list[str] = []
-    for line in text.splitlines()[1:]:
-        if not line.startswith("  File "):
-            break
-        if not _WORKER_FRAME.match(line):
-            lines.append(line)
-    return "\n".join(["Stack (most recent call last):", *reversed(lines)]) if lines else ""
 
 
 def format_errors(errors: Mapping[int, WorkerErrors], first: int) -> str:

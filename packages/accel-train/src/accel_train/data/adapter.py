@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert, get_worker_info
 
+from accel_ops.modules import replaced_attributes
 from accel_ops.tree import ignorant_find_batch_size
 from accel_state.accelerator_state import GradientState
 from accel_state.errors import MissingDependencyError
@@ -38,6 +39,7 @@ from accel_train.data.shards import (
     IterableDatasetShard,
     MetaCollate,
     index_options,
+    set_epoch_of,
 )
 from accel_train.data.transfer import BatchTransfer, batch_transfer
 
@@ -134,15 +136,15 @@ def on_batch(function: Callable[[Any], Any], item: Any) -> Any:
     return replace(item, batch=function(item.batch)) if type(item) is BatchWithMeta else function(item)
 
 
+@dataclass(eq=False)
 class RotatedWorkerIds:
     """A `worker_init_fn` that rotates the ids of workers, so that reading resumes at the right worker.
 
     Torch's loader begins with worker 0; to resume at worker 2, its worker 0 gets the id 2.
     """
 
-    def __init__(self, inner: Callable[[int], None] | None, first: int) -> None:
-        self.inner = inner
-        self.first = first
+    inner: Callable[[int], None] | None
+    first: int
 
     def __call__(self, worker_id: int) -> None:
         """Set the id that `get_worker_info` returns."""
@@ -154,15 +156,15 @@ class RotatedWorkerIds:
             self.inner(worker_id)
 
 
+@dataclass(eq=False)
 class WorkersEpoch:
     """A `worker_init_fn` through which an iterable dataset in persistent workers follows `set_epoch`.
 
     Each worker has a copy of the dataset, which begins every iteration with the epoch set last.
     """
 
-    def __init__(self, inner: Callable[[int], None] | None) -> None:
-        self.inner = inner
-        self._epoch = torch.tensor(-1, device="cpu")
+    inner: Callable[[int], None] | None
+    _epoch: torch.Tensor = field(default_factory=lambda: torch.tensor(-1, device="cpu"), init=False)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration of the workers, also of those started later."""
@@ -197,15 +199,6 @@ class LoaderProgress:
     passes: list[Pass] = field(default_factory=list["Pass"])
 
 
-_NO_FACTS = {
-    "end_of_dataloader": False,
-    "remainder": -1,
-    "real_in_batch": None,
-    "_batch": None,
-    "_rows": None,
-}
-
-
 class DataLoaderStateMixin:
     """Facts about the last batch that a loader yielded, for the gradient state and others.
 
@@ -223,6 +216,8 @@ class DataLoaderStateMixin:
     _batch: Any = None
     _rows: int | None = None
 
+    _facts = ("end_of_dataloader", "remainder", "real_in_batch", "_batch", "_rows")
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.gradient_state = GradientState()
@@ -234,11 +229,12 @@ class DataLoaderStateMixin:
 
     def reset(self) -> None:
         """Reset the facts to their state before an iteration."""
-        vars(self).update(_NO_FACTS)
+        for name in self._facts:
+            vars(self).pop(name, None)
 
     def begin(self) -> None:
         """Begin an iteration: the loader becomes the active one."""
-        vars(self).update(_NO_FACTS)
+        self.reset()
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
@@ -360,7 +356,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
 
     def __reduce__(self) -> Any:
         """Copy or pickle the loader without its current iteration and its observers."""
-        state = {**vars(self), **_NO_FACTS, "_progress": LoaderProgress(epoch=self.iteration)}
+        own = {name: value for name, value in vars(self).items() if name not in self._facts}
+        state = {**own, "_progress": LoaderProgress(epoch=self.iteration)}
         state |= {"meter": None, "preemption": None, "replicas": None}
         # Persistent workers belong to this loader.
         return object.__new__, (type(self),), {**state, "_iterator": None, "_stateful": None}
@@ -409,8 +406,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
                 parts.append(part)
                 part = getattr(part, "batch_sampler", getattr(part, "sampler", None))
         for part in parts:
-            if (set_epoch := getattr(part, "set_epoch", None)) is not None:
-                set_epoch(epoch)
+            set_epoch_of(part, epoch)
         if self._workers_epoch is not None:
             self._workers_epoch.set_epoch(epoch)
 
@@ -650,16 +646,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
         options["persistent_workers"] = False
         return iter(DataLoader(stream, **options))
 
-    @contextmanager
-    def _throwaway_generator(self) -> Generator[None]:
+    def _throwaway_generator(self) -> AbstractContextManager[None]:
         """Give torch's loader a copy of its generator for its worker seed, so that nothing is drawn."""
-        own = self.generator
-        state = torch.get_rng_state() if own is None else own.get_state()
-        self.generator = torch.Generator().set_state(state)
-        try:
-            yield
-        finally:
-            self.generator = own
+        state = torch.get_rng_state() if self.generator is None else self.generator.get_state()
+        return replaced_attributes(self, {"generator": torch.Generator().set_state(state)})
 
     @property
     def batch_size_seen(self) -> int | None:
@@ -869,22 +859,14 @@ def override_even_batches(loaders: Iterable[Any], even_batches: bool | None) -> 
         loaders: Prepared loaders. A warning is logged for loaders whose data we do not shard.
         even_batches: The value; `None` changes nothing.
     """
-    sharders: list[Any] = []
-    if even_batches is not None:
-        for loader in loaders:
-            if (sharder := loader.sharder) is None:
-                logger.warning(
-                    "even_batches=%r has no effect on %s: its data is not sharded across the processes.",
-                    even_batches,
-                    type(loader).__name__,
-                )
-            else:
-                sharders.append(sharder)
-    before = [sharder.even_batches for sharder in sharders]
-    try:
-        for sharder in sharders:
-            sharder.even_batches = bool(even_batches)
+    with ExitStack() as stack:
+        for loader in () if even_batches is None else loaders:
+            if (sharder := loader.sharder) is not None:
+                stack.enter_context(replaced_attributes(sharder, {"even_batches": bool(even_batches)}))
+                continue
+            logger.warning(
+                "even_batches=%r has no effect on %s: its data is not sharded across the processes.",
+                even_batches,
+                type(loader).__name__,
+            )
         yield
-    finally:
-        for sharder, value in zip(sharders, before, strict=True):
-            sharder.even_batches = value

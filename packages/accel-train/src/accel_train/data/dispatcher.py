@@ -119,7 +119,7 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
         is_even = self.even_batches or self._drop_last or not self.counts_samples
         if is_even or self._stateful is not None:
             return length
-        samples: Any = self.dataset if self.index_shard is None else self.index_shard.batch_sampler.sampler
+        samples: Any = self.dataset if self.index_shard is None else self.index_shard.source
         in_last_step = len(samples) % self.stride
         return max(0, length - (0 < in_last_step <= self._shard_of[self._collectives.rank]))
 
@@ -162,12 +162,12 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
 
     def _rounds(self, reading: Pass) -> Iterator[list[BatchWithMeta | None]]:
         """Split the batches that the main process reads; yield the batches of all ranks in each round."""
-        layout: RowLayout | None = None
-        for items in self._row_split.rounds(reading.batches):
+        split, layout = self._row_split, None
+        for items in split.rounds(reading.batches):
             read = [item if type(item) is BatchWithMeta else BatchWithMeta(item) for item in items]
             batches = [loaded.batch for loaded in read]
-            layout = self._row_split.layout(batches) if layout is None else layout
-            parts = self._row_split.parts(batches, layout)
+            layout = split.layout(batches) if layout is None else layout
+            parts = split.parts(batches, layout)
             parts = [parts[shard] for shard in self._shard_of]
             if parts[0] is not None:
                 workers = tuple(worker for loaded in read for worker in loaded.workers)

@@ -104,8 +104,10 @@ def _read(rounds: Iterator[Sequence[BatchWithMeta | None]]) -> Round:
         if parts is None:
             return Round()
         tensors: list[list[Tensor]] = [[] for _ in parts]
-        # Rank 0 keeps its own batch.
-        layouts = [_take_tensors(part, own) for part, own in zip(parts[1:], tensors[1:], strict=True)]
+        layouts = [
+            recursively_apply(_take, part, own, test_type=_is_plain)
+            for part, own in zip(parts[1:], tensors[1:], strict=True)  # rank 0 keeps its own batch
+        ]
         nbytes = _ALIGNMENT + max(sum(_aligned(tensor.nbytes) for tensor in own) for own in tensors)
         pickled = pickle.dumps((nbytes, [None, *layouts]))
     except Exception as error:  # noqa: BLE001
@@ -113,20 +115,14 @@ def _read(rounds: Iterator[Sequence[BatchWithMeta | None]]) -> Round:
     return Round(parts=parts, tensors=tensors, nbytes=nbytes, layouts=pickled)
 
 
-def _take_tensors(loaded: BatchWithMeta | None, tensors: list[Tensor]) -> Any:
-    """Append the tensors of a batch to a list; return the batch with descriptions in their place.
-
-    A tensor that is sparse, nested or of a subclass stays, and is pickled.
-    """
-
-    def take(tensor: Tensor) -> TensorInformation:
-        tensors.append(tensor)
-        return TensorInformation(tensor.shape, tensor.dtype)
-
-    return recursively_apply(take, loaded, test_type=_is_plain)
+def _take(tensor: Tensor, tensors: list[Tensor]) -> TensorInformation:
+    """Append a tensor to those of its message; return its description for the layout."""
+    tensors.append(tensor)
+    return TensorInformation(tensor.shape, tensor.dtype)
 
 
 def _is_plain(leaf: Any) -> bool:
+    """Return whether a tensor is sent as bytes; one that is sparse, nested or of a subclass is pickled."""
     return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain, islice, pairwise
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -173,6 +173,7 @@ class Draw:
     padded_rows: int | None = None
 
 
+@dataclass(eq=False, repr=False)
 class BatchSamplerShard(_AroundBatchSampler):
     """Yield this rank's part of the batches of a batch sampler.
 
@@ -202,27 +203,19 @@ class BatchSamplerShard(_AroundBatchSampler):
         [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 0, 1]]]
     """
 
-    def __init__(
-        self,
-        batch_sampler: BatchSampler | Sampler[list[int]] | Iterable[list[int]],
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-        *,
-        static_shapes: bool = False,
-        single: bool = False,
-    ) -> None:
-        self.batch_sampler = batch_sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.static_shapes = static_shapes
-        self.single = single
-        self.draw: Draw | None = None
-        self.seeds: list[int] = []
-        self.epoch = 0
+    batch_sampler: BatchSampler | Sampler[list[int]] | Iterable[list[int]]
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = True
+    _: KW_ONLY
+    static_shapes: bool = False
+    single: bool = False
+    draw: Draw | None = field(default=None, init=False)
+    seeds: list[int] = field(default_factory=list[int], init=False)
+    epoch: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         _ = self.plan  # refuses arguments that do not fit together
 
     @property
@@ -234,10 +227,15 @@ class BatchSamplerShard(_AroundBatchSampler):
         plan = replace(plan, rows=1, counts_samples=False)
         return replace(plan, num_processes=1, process_index=0) if self.split_batches else plan
 
+    @property
+    def source(self) -> Any:
+        """What yields the items of the plan: the sampler of torch's batch sampler, or the batch sampler."""
+        batches: Any = self.batch_sampler
+        return batches.sampler if self.plan.counts_samples else batches
+
     def __len__(self) -> int:
         """Number of batches of this rank."""
-        plan = self.plan
-        return plan.count(len(self.batch_sampler.sampler if plan.counts_samples else self.batch_sampler))
+        return self.plan.count(len(self.source))
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches of indices."""
@@ -247,8 +245,7 @@ class BatchSamplerShard(_AroundBatchSampler):
 
     def iterate(self, draw: Draw) -> Iterator[Iterator[list[int]]]:
         """Draw and record an order; yield one iterator of this rank's batches, then end the epoch."""
-        plan, sampler = self.plan, innermost_sampler(self.batch_sampler)
-        source = self.batch_sampler.sampler if plan.counts_samples else self.batch_sampler
+        plan, source, sampler = self.plan, self.source, innermost_sampler(self.batch_sampler)
         draw.padded.clear()
         if plan.drop_last:
             draw.remainder = 0
@@ -374,6 +371,7 @@ def check_count(batches: int) -> int:
 Collate = Callable[[Any], Any]
 
 
+@dataclass(eq=False, repr=False)
 class IterableDatasetShard(IterableDataset[Any]):
     """Yield this rank's samples of an iterable dataset, which every rank reads in full.
 
@@ -403,33 +401,21 @@ class IterableDatasetShard(IterableDataset[Any]):
         [[0, 1, 4, 5], [2, 3, 6, 0]]
     """
 
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        batch_size: int = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        *,
-        even_batches: bool = True,
-        mark_padding: bool = False,
-        starts: tuple[int, ...] = (),
-        static_shapes: bool = False,
-    ) -> None:
-        self.dataset: Any = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.mark_padding = mark_padding
-        self.starts = starts
-        self.static_shapes = static_shapes
-        self._epoch = torch.tensor(
-            -1, device="cpu"
-        ).share_memory_()  # shared, so that persistent workers see changes
+    dataset: Iterable[Any]
+    batch_size: int = 1
+    drop_last: bool = False
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    _: KW_ONLY
+    even_batches: bool = True
+    mark_padding: bool = False
+    starts: tuple[int, ...] = ()
+    static_shapes: bool = False
+
+    def __post_init__(self) -> None:
+        epoch = torch.tensor(-1, device="cpu")
+        self._epoch = epoch.share_memory_()  # so that persistent workers see changes
         _ = self.plan  # refuses arguments that do not fit together
 
     @property
@@ -450,7 +436,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __len__(self) -> int:
         """Number of samples of this rank, if the dataset has a length."""
         plan = self.plan
-        full_steps, remaining = divmod(len(self.dataset), plan.stride)
+        full_steps, remaining = divmod(len(cast("Sized", self.dataset)), plan.stride)
         if not remaining or plan.drop_last:
             return full_steps * plan.rows
         real = min(max(remaining - plan.process_index * plan.rows, 0), plan.rows)
@@ -536,15 +522,16 @@ class BatchWithMeta:
         return replace(self, batch=pin_memory(self.batch))
 
 
+@dataclass(eq=False)
 class MetaCollate:
     """A collate function that counts `PaddedSample`s, and returns a `BatchWithMeta`.
 
     A batch of the loader's own process without a `PaddedSample` is returned as it is.
     """
 
-    def __init__(self, collate: Collate, *, batched: bool = True) -> None:
-        self.collate = collate
-        self.batched = batched
+    collate: Collate
+    _: KW_ONLY
+    batched: bool = True
 
     def __call__(self, samples: Any) -> Any:
         """Collate the samples of one batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -107,16 +107,16 @@ def _hides_tensors(leaf: Any) -> bool:
     )
 
 
+@dataclass(eq=False)
 class Recorded:
     """Execute the recorded operations of a lazy device before each batch."""
 
-    def __init__(self, flush: Callable[[], None]) -> None:
-        self._flush = flush
-        self._shapes: list[tuple[int, ...]] | None = None
+    flush: Callable[[], None]
+    _shapes: list[tuple[int, ...]] | None = field(default=None, init=False)
 
     def finish_copy(self, batch: Any) -> Any:
         """Execute the operations recorded for the previous batch; return this batch."""
-        self._flush()
+        self.flush()
         shapes = [tuple(leaf.shape) for _, leaf in walk(batch) if isinstance(leaf, torch.Tensor)]
         if self._shapes is None:
             self._shapes = shapes
