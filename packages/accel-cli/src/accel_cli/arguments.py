@@ -177,19 +177,16 @@ def _make_flags() -> dict[str, SettingFlag]:
         if option.const == "true" and (option.key or not option.name):
             off = SettingFlag(option=option, const="false")
             flags |= {f"--no_{name[2:]}": off for name in option.flags}
-        flag = SettingFlag(option=option, const=option.const, help=_help_of(option))
+        has_list = option.const is None and len(option.choices) >= 5
+        choices = f" One of {', '.join(option.choices)}." if has_list else ""
+        default = f" With --use_{option.section}: {option.launch_default}." if option.launch_default else ""
+        text = f"{option.help}{choices}{default} {option.sources_help}".rstrip()
+        flag = SettingFlag(option=option, const=option.const, help=text)
         flags |= dict.fromkeys(option.flags, flag)
         for name, const in option.flag_aliases:
             text = f"Sets {option.name} to {const}."
             flags[name] = SettingFlag(option=option, const=const, help=text)
     return flags
-
-
-def _help_of(option: Option) -> str:
-    has_list = option.const is None and len(option.choices) >= 5
-    choices = f" One of {', '.join(option.choices)}." if has_list else ""
-    default = f" With --use_{option.section}: {option.launch_default}." if option.launch_default else ""
-    return f"{option.help}{choices}{default} {option.sources_help}".rstrip()
 
 
 FLAGS = _make_flags()

@@ -73,7 +73,13 @@ def read(path: Path) -> dict[str, object]:
         text = path.read_bytes()
     except OSError as error:
         raise SettingsError(f"config file {str(path)!r} cannot be read: {error.strerror}.") from None
-    content = _read_json(text, path) if path.suffix == ".json" else _read_yaml(text, path)
+    if path.suffix == ".json":
+        try:
+            content: object = json.loads(text)
+        except ValueError as error:
+            raise SettingsError(f"{str(path)!r} is not a valid config file in JSON: {error}") from None
+    else:
+        content = _read_yaml(text, path)
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -82,13 +88,6 @@ def read(path: Path) -> dict[str, object]:
             "such as `num_processes: 2`."
         )
     return {str(key): value for key, value in cast("dict[object, object]", content).items()}
-
-
-def _read_json(text: bytes, path: Path) -> object:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise SettingsError(f"{str(path)!r} is not a valid config file in JSON: {error}") from None
 
 
 def _read_yaml(text: bytes, path: Path) -> object:

@@ -19,7 +19,6 @@ from accel_state.settings.run import DEVICE_TYPES, SAGEMAKER_TYPES
 from accel_state.topology import first_host
 
 if TYPE_CHECKING:
-    import questionary
     from prompt_toolkit.key_binding import KeyPressEvent
 
 
@@ -283,6 +282,7 @@ def probe_host(environ: Mapping[str, str]) -> HostInfo:
 
 def ask(question: Question) -> str:
     """Ask on the terminal until the answer is valid."""
+    import questionary
     from prompt_toolkit.key_binding import KeyBindings, merge_key_bindings
 
     keys = KeyBindings()
@@ -291,7 +291,18 @@ def ask(question: Question) -> str:
     def go_back(event: KeyPressEvent) -> None:  # pyright: ignore[reportUnusedFunction] - the key calls it
         event.app.exit(exception=PreviousQuestion)
 
-    prompt = _prompt(question)
+    if question.kind == "yes or no":
+        prompt = questionary.confirm(question.message, default=question.default == "true")
+    elif question.kind == "text":
+        prompt = questionary.text(
+            question.message,
+            default=question.default,
+            validate=lambda text: question.find_problem(text) or True,
+        )
+    else:
+        choices = [questionary.Choice(title, value=value) for value, title in question.choices]
+        default = next((choice for choice in choices if choice.value == question.default), None)
+        prompt = questionary.select(question.message, choices, default=default)
     application = prompt.application
     application.key_bindings = merge_key_bindings([application.key_bindings or KeyBindings(), keys])
     answer: object = prompt.unsafe_ask()
@@ -303,19 +314,3 @@ def confirm(message: str, *, default: bool) -> bool:
     import questionary
 
     return bool(questionary.confirm(message, default=default).unsafe_ask())
-
-
-def _prompt(question: Question) -> questionary.Question:
-    import questionary
-
-    if question.kind == "yes or no":
-        return questionary.confirm(question.message, default=question.default == "true")
-    if question.kind == "text":
-        return questionary.text(
-            question.message,
-            default=question.default,
-            validate=lambda text: question.find_problem(text) or True,
-        )
-    choices = [questionary.Choice(title, value=value) for value, title in question.choices]
-    default = next((choice for choice in choices if choice.value == question.default), None)
-    return questionary.select(question.message, choices, default=default)

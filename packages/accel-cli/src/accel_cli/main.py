@@ -67,17 +67,15 @@ def installed_commands() -> dict[str, Callable[[Sequence[str]], int]]:
 def _overview() -> str:
     commands = {**COMMANDS, **installed_commands()}
     width = max(map(len, commands))
-    lines = "".join(f"  {name:<{width}}  {_summary(command)}\n" for name, command in commands.items())
+    lines = ""
+    for name, command in commands.items():
+        text = command.help if isinstance(command, Subcommand) else command.__doc__ or ""
+        lines += f"  {name:<{width}}  {text.partition(chr(10))[0]}\n"
     return (
         "usage: accel <command> [options]; accel --version\n\n"
         "Launch and inspect PyTorch programs on any number of devices.\n\n"
         f"commands:\n{lines}\n`accel <command> --help` lists the options of a command.\n"
     )
-
-
-def _summary(command: Callable[[Sequence[str]], int]) -> str:
-    text = command.help if isinstance(command, Subcommand) else command.__doc__ or ""
-    return text.partition("\n")[0]
 
 
 def _fail(program: str, message: str) -> int:

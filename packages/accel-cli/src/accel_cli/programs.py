@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,7 +108,7 @@ def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
             about: dict[str, Any] = {"dest": attribute_of(flag), "help": text, "action": "store_true"}
             if row.const is None:
                 about["action"] = "append" if row.option.kind == "list" else "store"
-                about["type"] = _make_reader(row.option)
+                about["type"] = partial(_read_value, row.option)
             parser.add_argument(*dict.fromkeys((*short, flag, flag.replace("_", "-"))), **about)
     parser.add_argument("training_script", help="the script, module or program to run")
     parser.add_argument("training_script_args", nargs="...", help="its arguments")
@@ -124,17 +125,13 @@ def attribute_of(flag: str) -> str:
     return "tpu_use_cluster" if flag == "--tpu_cluster" else flag.lstrip("-")
 
 
-def _make_reader(option: Option) -> Callable[[str], Any]:
-    """Return a function that checks a value of a setting, and converts it if it is a number."""
-
-    def read_value(text: str) -> Any:
-        try:
-            value = option.parse(text)
-        except ValueError as error:
-            raise ArgumentTypeError(f"{text!r}: {error}") from None
-        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else text
-
-    return read_value
+def _read_value(option: Option, text: str) -> Any:
+    """Check a value of a setting; convert it if it is a number."""
+    try:
+        value = option.parse(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r}: {error}") from None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else text
 
 
 def launch_command(args: Namespace) -> None:

@@ -50,6 +50,9 @@ _PREFIXES = (
 )  # fmt: skip
 
 
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - not written
+
+
 def run(options: Namespace) -> int:
     """Write the report to the standard output.
 
@@ -84,7 +87,10 @@ def report(
         "cpu": {
             "cores": os.cpu_count(),
             "memory in GB": round(psutil.virtual_memory().total / 1e9, 1),
-            "shared memory in GB": _shared_memory(),
+            # Data loader workers need it, and it is often small in containers.
+            "shared memory in GB": round(shutil.disk_usage(_SHARED_MEMORY).total / 1e9, 1)
+            if _SHARED_MEMORY.is_dir()
+            else None,
         },
         **{
             name: _import_and_report(module, collect)
@@ -112,12 +118,6 @@ def _versions(names: Iterable[str]) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
-
-
-def _shared_memory() -> float | None:
-    """Return the size of /dev/shm, which data loader workers need; it is often small in containers."""
-    shared_memory = Path("/dev/shm")  # noqa: S108 - not written
-    return round(shutil.disk_usage(shared_memory).total / 1e9, 1) if shared_memory.is_dir() else None
 
 
 def _value_or_problem(collect: Callable[[], Any]) -> Any:

@@ -19,7 +19,9 @@ def run(options: Namespace) -> int:
     try:
         shutil.copytree(find_folder("examples"), target, ignore=_LEFT_OUT, dirs_exist_ok=True)
         if options.docs:
-            copy_pages(find_folder("docs"), target / "docs")
+            shutil.copytree(find_folder("docs"), target / "docs", ignore=_LEFT_OUT)
+            for page in (target / "docs").rglob("*.md"):  # whose links lead to the scripts in `target`
+                page.write_text(page.read_text("utf-8").replace("../../examples/", "../../"), "utf-8")
     except OSError as error:
         raise SettingsError(f"the examples cannot be copied to {str(target)!r}: {error}.") from None
     scripts = len([*target.rglob("*.py")])
@@ -30,13 +32,6 @@ def run(options: Namespace) -> int:
         *([f"The documentation begins at {target / 'docs' / 'index.md'}."] if options.docs else []),
     )
     return 0
-
-
-def copy_pages(pages: Path, target: Path) -> None:
-    """Copy the pages, with links to the scripts in the folder around the target."""
-    shutil.copytree(pages, target, ignore=_LEFT_OUT)
-    for page in target.rglob("*.md"):
-        page.write_text(page.read_text("utf-8").replace("../../examples/", "../../"), "utf-8")
 
 
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "api", "src", "conf.py")

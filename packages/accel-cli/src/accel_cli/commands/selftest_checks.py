@@ -208,15 +208,6 @@ def _optimizer(model: _Net) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05 / len(model.blocks))
 
 
-def _clipping(accelerator: Accelerator) -> float | None:
-    """Return the norm to which DeepSpeed clips gradients, independent of the loop."""
-    plugin = accelerator.deepspeed_plugin
-    if plugin is None:
-        return None
-    norm = plugin.gradient_clipping or plugin.get_value("gradient_clipping")
-    return norm if isinstance(norm, int | float) and norm > 0 else None
-
-
 def _rows(session: Session) -> TensorDataset:
     generator = torch.Generator().manual_seed(11)
     count = (
@@ -266,7 +257,8 @@ def _train_plainly(session: Session, batch_size: int) -> tuple[list[float], dict
     """Train on the same batches with plain PyTorch in this process, on the CPU."""
     accelerator = session.accelerator
     model, every = _net(accelerator), accelerator.gradient_accumulation_steps
-    clipping = _clipping(accelerator)
+    plugin = accelerator.deepspeed_plugin  # DeepSpeed clips gradients itself
+    norm = plugin and (plugin.gradient_clipping or plugin.get_value("gradient_clipping"))
     optimizer = _optimizer(model)
     losses: list[float] = []
     for index, (rows, targets) in enumerate(DataLoader(_rows(session), batch_size=batch_size), start=1):
@@ -274,8 +266,8 @@ def _train_plainly(session: Session, batch_size: int) -> tuple[list[float], dict
         (loss / every).backward()
         losses.append(loss.item())
         if index % every == 0:
-            if clipping is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clipping)
+            if isinstance(norm, int | float) and norm > 0:
+                nn.utils.clip_grad_norm_(model.parameters(), norm)
             optimizer.step()
             optimizer.zero_grad()
     return losses, model.state_dict()

@@ -65,26 +65,20 @@ def _commands(options: Namespace, config: Mapping[str, Any]) -> list[str]:
     elif not commands:
         configured = config.get("commands") or []
         commands = [str(line) for line in (configured if isinstance(configured, list) else [configured])]
-    return [*_installation(options), *commands]
+    if not options.install_accelerate:
+        return commands
+    version = options.accelerate_version
+    if version != "latest" and not _VERSION.fullmatch(version):
+        raise SettingsError(
+            f"argument --accelerate_version is {version!r}: expected 'latest' or a version such as 0.1.0."
+        )
+    return [f"pip install {DISTRIBUTION}{' -U' if version == 'latest' else f'=={version}'}", *commands]
 
 
 DISTRIBUTION = "accel-suite"
 """The distribution that `--install_accelerate` installs."""
 
 _VERSION = re.compile(r"\d+(\.\w+)*")
-
-
-def _installation(options: Namespace) -> list[str]:
-    if not options.install_accelerate:
-        return []
-    version = options.accelerate_version
-    if version == "latest":
-        return [f"pip install {DISTRIBUTION} -U"]
-    if not _VERSION.fullmatch(version):
-        raise SettingsError(
-            f"argument --accelerate_version is {version!r}: expected 'latest' or a version such as 0.1.0."
-        )
-    return [f"pip install {DISTRIBUTION}=={version}"]
 
 
 class InstallationError(AccelError, RuntimeError):

@@ -20,16 +20,13 @@ def find_launch_problems(plan: LaunchPlan) -> list[str]:
     return list(dict.fromkeys(problem for check in CHECKS for problem in check(plan)))
 
 
-def _check_device_type(plan: LaunchPlan) -> Iterator[str]:
+def _check_devices(plan: LaunchPlan) -> Iterator[str]:
+    launch, machine = plan.settings.launch, plan.machine
     switch, kind = plan.source_of("process.use_cpu"), plan.source_of("launch.distributed_type")
     if plan.settings.process.use_cpu and kind.value in VISIBLE_DEVICES and kind.layer == switch.layer:
         yield (
             f"{switch.origin} requests the CPU, but {kind.origin} requests {kind.value}: remove one of them."
         )
-
-
-def _check_devices(plan: LaunchPlan) -> Iterator[str]:
-    launch, machine, kind = plan.settings.launch, plan.machine, plan.source_of("launch.distributed_type")
     is_started_by_launcher = plan.is_worker or plan.reaches_hosts or plan.settings.mpi.hostfile is not None
     if uses_cpu(plan.merged) or not plan.is_local or is_started_by_launcher:
         return
@@ -77,6 +74,25 @@ def _check_process_count(plan: LaunchPlan) -> Iterator[str]:
 
 def _check_nodes(plan: LaunchPlan) -> Iterator[str]:
     launch, processes, machines = plan.settings.launch, plan.num_processes, plan.num_machines
+    # 1. Nodes that may leave.
+    least = plan.source_of("launch.min_machines").origin
+    if launch.min_machines is not None and launch.min_machines > launch.num_machines:
+        yield f"{least} is {launch.min_machines}, but there are only {launch.num_machines} machines."
+    if launch.min_machines is not None and launch.rdzv_backend == "static":
+        yield (
+            f"{least} allows nodes to leave, which a static rendezvous does not support: add "
+            "--rdzv_backend c10d."
+        )
+    # 2. Processes on each node of a cluster.
+    number, gpus = plan.origin("launch.num_processes"), plan.settings.cluster.gpus_per_node
+    if plan.remote and processes % machines:
+        yield f"{number} requests {processes} processes, which cannot be divided by {machines} nodes."
+    elif plan.remote and gpus is not None and processes // machines > gpus and not uses_cpu(plan.merged):
+        yield (
+            f"{number} requests {processes // machines} processes on each node, but "
+            f"{plan.origin('cluster.gpus_per_node')} requests {gpus} GPUs: each process needs its own GPU."
+        )
+    # 3. This machine among those that run the same command.
     if not plan.is_local or plan.is_worker:
         return
     if processes % machines and not plan.reaches_hosts:
@@ -97,33 +113,6 @@ def _check_nodes(plan: LaunchPlan) -> Iterator[str]:
         yield (
             f"{processes // machines} processes on this machine need one device each, but gpu_ids is"
             f" {launch.gpu_ids!r}."
-        )
-
-
-def _check_cluster(plan: LaunchPlan) -> Iterator[str]:
-    number, nodes = plan.source_of("launch.num_processes"), plan.num_machines
-    if not plan.remote:
-        return
-    processes, gpus = plan.num_processes, plan.settings.cluster.gpus_per_node
-    if processes % nodes:
-        yield f"{number.origin} requests {processes} processes, which cannot be divided by {nodes} nodes."
-    elif gpus is not None and processes // nodes > gpus and not uses_cpu(plan.merged):
-        yield (
-            f"{number.origin} requests {processes // nodes} processes on each node, but "
-            f"{plan.origin('cluster.gpus_per_node')} requests {gpus} GPUs: each process needs its own GPU."
-        )
-
-
-def _check_elasticity(plan: LaunchPlan) -> Iterator[str]:
-    launch, least = plan.settings.launch, plan.source_of("launch.min_machines")
-    if launch.min_machines is None:
-        return
-    if launch.min_machines > launch.num_machines:
-        yield (f"{least.origin} is {launch.min_machines}, but there are only {launch.num_machines} machines.")
-    if launch.rdzv_backend == "static":
-        yield (
-            f"{least.origin} allows nodes to leave, which a static rendezvous does not support: add "
-            "--rdzv_backend c10d."
         )
 
 
@@ -151,7 +140,10 @@ def _check_unused(plan: LaunchPlan) -> Iterator[str]:
             yield f"{', '.join(names)} {is_one} about {title}, not used here{why}: add {flag}."
 
 
-def _check_engines(plan: LaunchPlan) -> Iterator[str]:
+def _check_installed(plan: LaunchPlan) -> Iterator[str]:
+    if plan.settings.process.as_accelerate and plan.machine.alias is None:
+        origin = plan.origin("process.as_accelerate")
+        yield f"{origin} requests accel-compat, which is not installed: `pip install accel-compat`."
     if not plan.is_local or plan.reaches_hosts:  # DeepSpeed's launcher may start no process on this machine
         return
     for section in ("deepspeed", "megatron"):
@@ -172,12 +164,6 @@ def _check_fp8(plan: LaunchPlan) -> Iterator[str]:
         choose_backend(None if fp8 is None else fp8.backend, device, installed=machine.fp8_backends)
     except AccelError as error:
         yield f"{plan.origin('precision.mixed_precision')} requests FP8: {error}"
-
-
-def _check_alias(plan: LaunchPlan) -> Iterator[str]:
-    if plan.settings.process.as_accelerate and plan.machine.alias is None:
-        origin = plan.origin("process.as_accelerate")
-        yield f"{origin} requests accel-compat, which is not installed: `pip install accel-compat`."
 
 
 def _check_deepspeed_file(plan: LaunchPlan) -> Iterator[str]:
@@ -235,8 +221,13 @@ def _check_host_filters(plan: LaunchPlan) -> Iterator[str]:
         )
 
 
-def _check_sagemaker(plan: LaunchPlan) -> Iterator[str]:
-    launch, cloud = plan.settings.launch, plan.settings.sagemaker
+def _check_cloud(plan: LaunchPlan) -> Iterator[str]:
+    """Check jobs on SageMaker, and pods of TPUs."""
+    launch, cloud, tpu = plan.settings.launch, plan.settings.sagemaker, plan.settings.tpu
+    if launch.on_tpu and tpu.use_cluster:
+        missing = [f"tpu_{name}" for name in ("name", "zone") if not getattr(tpu, name)]
+        if missing:
+            yield f"a pod needs {' and '.join(missing)} in the config file."
     if launch.compute_environment != "AMAZON_SAGEMAKER":
         return
     missing = [name for name in ("ec2_instance_type", "iam_role_name") if not getattr(cloud, name)]
@@ -250,29 +241,16 @@ def _check_sagemaker(plan: LaunchPlan) -> Iterator[str]:
         )
 
 
-def _check_tpu_pod(plan: LaunchPlan) -> Iterator[str]:
-    launch, tpu = plan.settings.launch, plan.settings.tpu
-    if launch.on_tpu and tpu.use_cluster:
-        missing = [f"tpu_{name}" for name in ("name", "zone") if not getattr(tpu, name)]
-        if missing:
-            yield f"a pod needs {' and '.join(missing)} in the config file."
-
-
 CHECKS: tuple[Callable[[LaunchPlan], Iterator[str]], ...] = (
-    _check_device_type,
     _check_devices,
     _check_process_count,
     _check_nodes,
-    _check_cluster,
-    _check_elasticity,
     _check_unused,
-    _check_engines,
+    _check_installed,
     _check_fp8,
-    _check_alias,
     _check_deepspeed_file,
     _check_parallel_sizes,
     _check_host_filters,
-    _check_sagemaker,
-    _check_tpu_pod,
+    _check_cloud,
 )
 """All checks. Each yields its problems as sentences."""

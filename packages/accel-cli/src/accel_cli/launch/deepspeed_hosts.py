@@ -114,21 +114,15 @@ def _handle_as_sigterm(number: int, frame: FrameType | None) -> None:
 
 
 def _forward_signal(number: int, frame: FrameType | None) -> None:
+    """Send a signal to the children; Ctrl-C has reached them already if they are in the foreground."""
     del frame
-    if number == signal.SIGINT and _is_in_foreground():
-        return  # The terminal has sent it to all processes.
+    if number == signal.SIGINT:
+        with contextlib.suppress(OSError), Path("/dev/tty").open(encoding="utf-8") as terminal:
+            if os.tcgetpgrp(terminal.fileno()) == os.getpgrp():
+                return
     for child in children():
         with contextlib.suppress(OSError):
             os.kill(child, number)
-
-
-def _is_in_foreground() -> bool:
-    """Return whether this process is in the foreground, so that Ctrl-C reaches it and its children."""
-    try:
-        with Path("/dev/tty").open(encoding="utf-8") as terminal:
-            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

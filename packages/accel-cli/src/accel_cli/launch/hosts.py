@@ -73,7 +73,7 @@ def probe_devices(environ: Mapping[str, str], *, ask_torch: bool = True) -> Host
     """
     installed, kind, variable = count_nvidia_gpus() or _count_amd_gpus(), "MULTI_GPU", "CUDA_VISIBLE_DEVICES"
     gpus = count_gpus(environ, installed)
-    if not installed and ask_torch and _may_have_others():
+    if not installed and ask_torch:
         installed, kind, variable = _count_others(environ)
         gpus = count_gpus(environ, installed, (variable,) if variable else ())
     compat = find_spec("accel_compat")  # A dependent package, which is not imported.
@@ -91,19 +91,19 @@ def probe_devices(environ: Mapping[str, str], *, ask_torch: bool = True) -> Host
     )
 
 
-def _may_have_others() -> bool:
-    """Return whether torch may know a device that is no NVIDIA or AMD GPU, without importing it."""
+def _count_others(environ: Mapping[str, str]) -> tuple[int, str, str | None]:
+    """Return the number of devices that are no NVIDIA or AMD GPUs, their kind, and their variable.
+
+    Only if torch may know one, a child process imports it to look for them.
+    """
     plugins = [kind.plugin for kind in KINDS if kind.plugin is not None and kind.runtime is None]
-    return (
+    if not (
         any(find_spec(plugin.partition(".")[0]) is not None for plugin in plugins)
-        or bool(entry_points(group="torch.backends"))
+        or entry_points(group="torch.backends")
         or platforms.SYSTEM in {"darwin", "win32"}
         or next(Path("/dev/dri").glob("renderD*"), None) is not None  # of Intel
-    )
-
-
-def _count_others(environ: Mapping[str, str]) -> tuple[int, str, str | None]:
-    """Return the number of devices that torch finds in a child process, their kind, and their variable."""
+    ):
+        return 0, "MULTI_GPU", "CUDA_VISIBLE_DEVICES"
     hiding = {kind.visible_devices_env for kind in KINDS}
     done = subprocess.run(
         [sys.executable, "-c", _COUNT],

@@ -409,23 +409,10 @@ def copy_arguments(plan: LaunchPlan, path: Path) -> list[str]:
 
 
 def pod_arguments(plan: LaunchPlan, file: str) -> list[str]:
-    """Return the arguments of `gcloud` that run `accel launch`; `file` has the variables of `tpu_env`."""
-    tpu = plan.settings.tpu
-    return ssh_arguments(tpu.name, tpu.zone, remote_command(plan, file), ",".join(tpu.vm) or "all")
+    """Return the arguments of `gcloud` that run the configured commands, then `accel launch`.
 
-
-def ssh_arguments(name: str | None, zone: str | None, command: str, worker: str = "all") -> list[str]:
-    """Return the arguments of `gcloud` that run a command on machines of a pod."""
-    if name is not None and name.startswith("-"):
-        raise SettingsError(
-            f"tpu_name is {name!r}, which gcloud would read as an option: it is not a valid name."
-        )
-    pod = ("compute", "tpus", "tpu-vm", "ssh", name or "", f"--zone={zone or ''}")
-    return [*pod, f"--command={command}", f"--worker={worker}"]
-
-
-def remote_command(plan: LaunchPlan, file: str) -> str:
-    """Return the shell command of each machine: the configured commands, then the script."""
+    The file has the variables of `tpu_env`.
+    """
     tpu, variables = plan.settings.tpu, to_environ(plan.settings)
     before = [
         *(["sudo"] if tpu.use_sudo else []),
@@ -441,7 +428,18 @@ def remote_command(plan: LaunchPlan, file: str) -> str:
     if tpu.env:  # which no list of processes shows
         reading = ["sh", "-c", '. "$0" && rm -f "$0" && exec "$@"']
         command = f'{shlex.join([*before, *reading])} "$HOME"/{file} {shlex.join(line)}'
-    return "; ".join([*(plan.machine.commands or tpu.commands), command])
+    commands = "; ".join([*(plan.machine.commands or tpu.commands), command])
+    return ssh_arguments(tpu.name, tpu.zone, commands, ",".join(tpu.vm) or "all")
+
+
+def ssh_arguments(name: str | None, zone: str | None, command: str, worker: str = "all") -> list[str]:
+    """Return the arguments of `gcloud` that run a command on machines of a pod."""
+    if name is not None and name.startswith("-"):
+        raise SettingsError(
+            f"tpu_name is {name!r}, which gcloud would read as an option: it is not a valid name."
+        )
+    pod = ("compute", "tpus", "tpu-vm", "ssh", name or "", f"--zone={zone or ''}")
+    return [*pod, f"--command={command}", f"--worker={worker}"]
 
 
 def _needs_torchrun(plan: LaunchPlan) -> bool:
@@ -454,16 +452,9 @@ _NEEDS_TORCHRUN = ("rdzv_conf", "max_restarts", "monitor_interval", "tee", "log_
 """Settings that need torch.distributed.run even for a single process."""
 
 
-def _starts_replica_groups(plan: LaunchPlan) -> bool:
-    """Return whether this command starts replica groups, rather than the processes of one group."""
-    is_of_group = plan.is_set("replicas.group")
-    return plan.settings.replicas.groups > 1 and not is_of_group and not plan.is_worker
-
-
-def _own_group_variables(plan: LaunchPlan) -> dict[str, str]:
-    """Return the rendezvous variables of a single-process group."""
-    ip, port = plan.launch.main_process_ip, plan.launch.main_process_port
-    return ({} if ip is None else {"MASTER_ADDR": ip}) | ({"MASTER_PORT": str(port)} if port else {})
+def _known(variables: Mapping[str, object]) -> dict[str, str]:
+    """Return the variables that have a value."""
+    return {name: str(value) for name, value in variables.items() if value not in {None, ""}}
 
 
 def _aws_variables(plan: LaunchPlan) -> dict[str, str]:
@@ -475,13 +466,7 @@ def _aws_variables(plan: LaunchPlan) -> dict[str, str]:
         "AWS_PROFILE": cloud.profile,
         "AWS_DEFAULT_REGION": cloud.region,
     }
-    return {name: value for name, value in keys.items() if value}
-
-
-def _shutdown_variables(plan: LaunchPlan) -> dict[str, str]:
-    """Return a variable that replaces an argument of newer versions of torch.distributed.run."""
-    seconds = plan.launch.shutdown_timeout
-    return {} if seconds is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(seconds)}
+    return _known(keys)
 
 
 def xla_formats(mixed_precision: str | None, *, downcast: bool) -> dict[str, str]:
@@ -489,11 +474,6 @@ def xla_formats(mixed_precision: str | None, *, downcast: bool) -> dict[str, str
     if mixed_precision != "bf16":
         return {}
     return {"XLA_DOWNCAST_BF16" if downcast else "XLA_USE_BF16": "1"}
-
-
-def _xla_formats_of(plan: LaunchPlan) -> dict[str, str]:
-    settings = plan.settings
-    return xla_formats(settings.precision.mixed_precision, downcast=settings.tpu.downcast_bf16)
 
 
 def _by_words(
@@ -524,7 +504,14 @@ def _by_words(
     return Launcher(name=name, explain=explain, applies=applies, run=run, show=show, environ=environ)
 
 
-_on_xla = partial(_by_words, words=xla_words, module="accel_cli.launch.xla_workers", environ=_xla_formats_of)
+_on_xla = partial(
+    _by_words,
+    words=xla_words,
+    module="accel_cli.launch.xla_workers",
+    environ=lambda plan: xla_formats(
+        plan.settings.precision.mixed_precision, downcast=plan.settings.tpu.downcast_bf16
+    ),
+)
 
 
 def _by_module(
@@ -585,7 +572,11 @@ BUILT_IN: Mapping[str, Launcher] = {
         _by_module(
             "replicas",
             "an elastic agent starts each replica group, and torchft tracks which are alive",
-            _starts_replica_groups,
+            lambda plan: (
+                plan.settings.replicas.groups > 1
+                and not plan.is_set("replicas.group")  # whose processes this command starts
+                and not plan.is_worker
+            ),
         ),
         _by_words(
             "deepspeed",
@@ -610,14 +601,20 @@ BUILT_IN: Mapping[str, Launcher] = {
             _needs_torchrun,
             torchrun_words,
             module=ELASTIC,
-            environ=_shutdown_variables,
+            # The argument that newer versions of torch.distributed.run have.
+            environ=lambda plan: _known({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": plan.launch.shutdown_timeout}),
         ),
         _by_words(
             "simple",
             "one process, this one",
             lambda plan: plan.num_processes == 1 or plan.is_worker,
             simple_words,
-            environ=_own_group_variables,
+            environ=lambda plan: _known(
+                {
+                    "MASTER_ADDR": plan.launch.main_process_ip,
+                    "MASTER_PORT": plan.launch.main_process_port or None,
+                }
+            ),
         ),
     )
 }

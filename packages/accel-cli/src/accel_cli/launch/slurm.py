@@ -90,18 +90,13 @@ def _sbatch_options(plan: LaunchPlan) -> Iterator[list[str]]:
     )
     origin = plan.origin("cluster.sbatch_args")
     for text in cluster.sbatch_args:  # Later options take precedence.
-        yield _split_options(text, origin)
-
-
-def _split_options(text: str, origin: str) -> list[str]:
-    """Split options as a shell does."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise SettingsError(f"{origin} is {text!r}, which a shell cannot read ({error}).") from None
-    if not words or not words[0].startswith("-") or not text.isprintable():
-        raise SettingsError(f"{origin} is {text!r}: expected options of sbatch, such as '--partition=a'.")
-    return words
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise SettingsError(f"{origin} is {text!r}, which a shell cannot read ({error}).") from None
+        if not words or not words[0].startswith("-") or not text.isprintable():
+            raise SettingsError(f"{origin} is {text!r}: expected options of sbatch, such as '--partition=a'.")
+        yield words
 
 
 _ENDED = frozenset({"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"})
