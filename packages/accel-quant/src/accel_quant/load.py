@@ -78,9 +78,15 @@ def load_and_quantize_model(
         MissingDependencyError: bitsandbytes is not installed.
         SettingsError: There are no weights, or weights for the disk have no folder.
     """
-    # 1. Replace linear layers by quantised layers.
+    # 1. Check the arguments, and replace linear layers by quantised layers.
     config = bnb_quantization_config
-    _refuse(model, weights_location, offload_state_dict=offload_state_dict)
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
+    if is_empty and weights_location is None:
+        raise SettingsError("the model is on the meta device: pass weights_location, its checkpoint")
+    if offload_state_dict and not is_empty:
+        raise SettingsError(
+            "offload_state_dict=True is for a meta model, but this model's weights are already in memory"
+        )
     quantizer = Quantizer(config=config, bnb=bitsandbytes())
     register_slots()
     tied = find_tied_parameters(model)
@@ -123,18 +129,6 @@ def load_and_quantize_model(
         offload_dir=offload_folder if any("safetensors_file" not in row for row in index.values()) else None,
         offload_index=index,
     )
-
-
-def _refuse(
-    model: nn.Module, weights_location: str | os.PathLike[str] | None, *, offload_state_dict: bool
-) -> None:
-    empty = any(parameter.is_meta for parameter in model.parameters())
-    if empty and weights_location is None:
-        raise SettingsError("the model is on the meta device: pass weights_location, its checkpoint")
-    if offload_state_dict and not empty:
-        raise SettingsError(
-            "offload_state_dict=True is for a meta model, but this model's weights are already in memory"
-        )
 
 
 @dataclass(kw_only=True)

@@ -144,7 +144,14 @@ class TrackerSession:
         Tensors on a device are read when their copies are ready: at the next call, in order, or when `write`
         is called. Every ten seconds a call flushes the libraries.
         """
-        self._check_log(values)
+        # 1. Check the call as on a rank that logs.
+        problem = _NOT_RUNNING.get("forked" if self._is_forked else self._stage)
+        may_log = self._stage != "new" or runtime.current_topology().is_main
+        if self.log_with and problem is not None and may_log:
+            raise TrackerError(f"log() was called {problem}")
+        if (self.log_with or self.trackers) and not isinstance(values, Mapping):
+            raise UnsupportedError(f"log() got {values!r}: expected a dictionary of values by name.")
+        # 2. Copy the values, and pass on those that have arrived.
         if self._stage != "running" or not self._active:
             return
         options = {str(name): more for name, more in (log_kwargs or {}).items()}
@@ -242,18 +249,6 @@ class TrackerSession:
             self._failed(kind.name, "start", error)
             return NullTracker(kind.name)
         return tracker
-
-    def _check_log(self, values: Any) -> None:
-        """Check a call of `log` as on a rank that logs."""
-        problem = _NOT_RUNNING.get("forked" if self._is_forked else self._stage)
-        if (
-            self.log_with
-            and problem is not None
-            and (self._stage != "new" or runtime.current_topology().is_main)
-        ):
-            raise TrackerError(f"log() was called {problem}")
-        if (self.log_with or self.trackers) and not isinstance(values, Mapping):
-            raise UnsupportedError(f"log() got {values!r}: expected a dictionary of values by name.")
 
     def _submit_ready(self, *, wait: bool) -> None:
         """Pass queued calls whose values are on the host to every tracker, in order; with `wait`, all."""
