@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from accel_cli.launch.hosts import probe_devices
@@ -74,11 +75,7 @@ def _next_question(
     answers: Sequence[tuple[Option, str]], host: HostInfo, earlier: Mapping[str, str]
 ) -> Question | None:
     """Return the next question that applies after the last answer; None if there is none."""
-    settings = _merge_answers(answers)
-
-    def answer_to(path: str) -> object:
-        return value_at(settings, path)
-
+    answer_to = partial(value_at, _merge_answers(answers))
     for option in OPTIONS[OPTIONS.index(answers[-1][0]) + 1 :] if answers else OPTIONS:
         if option.question is not None and (option.ask_if is None or option.ask_if(answer_to)):
             question = make_question(option, host, answer_to)

@@ -134,7 +134,17 @@ def filter_trackers(
         chosen += [new if isinstance(new, GeneralTracker) else str(new) for new in more]
     unique = list(dict.fromkeys(chosen))
     for entry in unique:
-        _check(entry, logging_dir)
+        if isinstance(entry, GeneralTracker):
+            check_attributes(entry)
+            continue
+        wanted = tracker_class(entry)
+        if entry in VENDORS:
+            require_vendor(entry, f"log_with={entry!r}")
+        if wanted.requires_logging_directory and logging_dir is None:
+            raise SettingsError(
+                f"log_with contains {entry!r}, which writes files: set the folder with "
+                "Accelerator(project_dir=…) or ProjectConfiguration(logging_dir=…)."
+            )
     return unique
 
 
@@ -169,17 +179,3 @@ def warn_unknown_names(argument: str, options: Iterable[str], names: Iterable[st
 
 def _known_names() -> list[str]:
     return list(dict.fromkeys([*LOGGER_TYPE_TO_CLASS, *_TRACKERS.names()]))
-
-
-def _check(chosen: str | GeneralTracker, logging_dir: str | os.PathLike[str] | None) -> None:
-    if isinstance(chosen, GeneralTracker):
-        check_attributes(chosen)
-        return
-    wanted = tracker_class(chosen)
-    if chosen in VENDORS:
-        require_vendor(chosen, f"log_with={chosen!r}")
-    if wanted.requires_logging_directory and logging_dir is None:
-        raise SettingsError(
-            f"log_with contains {chosen!r}, which writes files: set the folder with "
-            "Accelerator(project_dir=…) or ProjectConfiguration(logging_dir=…)."
-        )

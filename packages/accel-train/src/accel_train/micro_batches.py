@@ -210,7 +210,10 @@ class _Recorder(TorchDispatchMode):
                 )
             handle = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             group: Any = dist.ProcessGroup.unbox(handle)
-            blank = tree_map(_blank, args)
+            # Zeros almost without storage, in place of each tensor.
+            blank = tree_map(
+                lambda arg: arg.new_zeros(()).expand(arg.shape) if isinstance(arg, Tensor) else arg, args
+            )
             tensor = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
             backend = group._get_backend(tensor.device)
             self._collectives.append((func, blank, kwargs, backend))
@@ -230,8 +233,3 @@ class _Recorder(TorchDispatchMode):
                 continue
             filled = tree_map(lambda arg: arg.contiguous() if isinstance(arg, Tensor) else arg, blank)
             operation(*filled, **kwargs)[-1].wait()
-
-
-def _blank(value: Any) -> Any:
-    """Return zeros almost without storage in place of a tensor, of its shape, dtype and device."""
-    return value.new_zeros(()).expand(value.shape) if isinstance(value, Tensor) else value

@@ -84,13 +84,9 @@ def _report_failure(error: Any, *, quiet: bool) -> int:
     """Print the errors of the workers; return the exit code of the worker that failed first."""
     errors = {rank: error_of_failure(failure) for rank, failure in error.failures.items()}
     codes: dict[int, int] = {rank: failure.exitcode for rank, failure in error.failures.items()}
-
-    def order(rank: int) -> tuple[bool, float]:
-        # As soon as a worker fails, torch ends the remaining workers with this signal.
-        is_ended_by_torch = codes[rank] == -signal.SIGTERM and not errors[rank].trace
-        return is_ended_by_torch, errors[rank].time
-
-    first = min(errors, key=order)
+    # As soon as a worker fails, torch ends the remaining workers with this signal.
+    ended_by_torch = {rank: codes[rank] == -signal.SIGTERM and not errors[rank].trace for rank in errors}
+    first = min(errors, key=lambda rank: (ended_by_torch[rank], errors[rank].time))
     end_descendants([failure.pid for failure in error.failures.values()])
     if not quiet:
         _write(format_errors(errors, first))

@@ -525,10 +525,7 @@ def _by_module(
 
     Without `applies` it starts processes on other machines, and is only used if it is selected.
     """
-
-    def load() -> Any:
-        return import_module(f"accel_cli.launch.{name}")
-
+    load: Callable[[], Any] = partial(import_module, f"accel_cli.launch.{name}")
     return Launcher(
         name=name,
         explain=explain,
