@@ -39,7 +39,6 @@ from accel_train.data.shards import (
     IterableDatasetShard,
     MetaCollate,
     index_options,
-    set_epoch_of,
 )
 from accel_train.data.transfer import BatchTransfer, batch_transfer
 
@@ -199,6 +198,15 @@ class LoaderProgress:
     passes: list[Pass] = field(default_factory=list["Pass"])
 
 
+_NO_FACTS = {
+    "end_of_dataloader": False,
+    "remainder": -1,
+    "real_in_batch": None,
+    "_batch": None,
+    "_rows": None,
+}
+
+
 class DataLoaderStateMixin:
     """Facts about the last batch that a loader yielded, for the gradient state and others.
 
@@ -216,8 +224,6 @@ class DataLoaderStateMixin:
     _batch: Any = None
     _rows: int | None = None
 
-    _facts = ("end_of_dataloader", "remainder", "real_in_batch", "_batch", "_rows")
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.gradient_state = GradientState()
@@ -229,12 +235,11 @@ class DataLoaderStateMixin:
 
     def reset(self) -> None:
         """Reset the facts to their state before an iteration."""
-        for name in self._facts:
-            vars(self).pop(name, None)
+        vars(self).update(_NO_FACTS)
 
     def begin(self) -> None:
         """Begin an iteration: the loader becomes the active one."""
-        self.reset()
+        vars(self).update(_NO_FACTS)
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
@@ -356,8 +361,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
 
     def __reduce__(self) -> Any:
         """Copy or pickle the loader without its current iteration and its observers."""
-        own = {name: value for name, value in vars(self).items() if name not in self._facts}
-        state = {**own, "_progress": LoaderProgress(epoch=self.iteration)}
+        state = {**vars(self), **_NO_FACTS, "_progress": LoaderProgress(epoch=self.iteration)}
         state |= {"meter": None, "preemption": None, "replicas": None}
         # Persistent workers belong to this loader.
         return object.__new__, (type(self),), {**state, "_iterator": None, "_stateful": None}
@@ -406,7 +410,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[T_co]):
                 parts.append(part)
                 part = getattr(part, "batch_sampler", getattr(part, "sampler", None))
         for part in parts:
-            set_epoch_of(part, epoch)
+            if (set_epoch := getattr(part, "set_epoch", None)) is not None:
+                set_epoch(epoch)
         if self._workers_epoch is not None:
             self._workers_epoch.set_epoch(epoch)
 

@@ -119,7 +119,8 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
         is_even = self.even_batches or self._drop_last or not self.counts_samples
         if is_even or self._stateful is not None:
             return length
-        samples: Any = self.dataset if self.index_shard is None else self.index_shard.source
+        shard: Any = self.index_shard
+        samples: Any = self.dataset if shard is None else shard.batch_sampler.sampler
         in_last_step = len(samples) % self.stride
         return max(0, length - (0 < in_last_step <= self._shard_of[self._collectives.rank]))
 

@@ -227,15 +227,10 @@ class BatchSamplerShard(_AroundBatchSampler):
         plan = replace(plan, rows=1, counts_samples=False)
         return replace(plan, num_processes=1, process_index=0) if self.split_batches else plan
 
-    @property
-    def source(self) -> Any:
-        """What yields the items of the plan: the sampler of torch's batch sampler, or the batch sampler."""
-        batches: Any = self.batch_sampler
-        return batches.sampler if self.plan.counts_samples else batches
-
     def __len__(self) -> int:
         """Number of batches of this rank."""
-        return self.plan.count(len(self.source))
+        plan, batches = self.plan, cast("Any", self.batch_sampler)
+        return plan.count(len(batches.sampler if plan.counts_samples else batches))
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches of indices."""
@@ -245,7 +240,8 @@ class BatchSamplerShard(_AroundBatchSampler):
 
     def iterate(self, draw: Draw) -> Iterator[Iterator[list[int]]]:
         """Draw and record an order; yield one iterator of this rank's batches, then end the epoch."""
-        plan, source, sampler = self.plan, self.source, innermost_sampler(self.batch_sampler)
+        plan, batches = self.plan, cast("Any", self.batch_sampler)
+        source, sampler = batches.sampler if plan.counts_samples else batches, innermost_sampler(batches)
         draw.padded.clear()
         if plan.drop_last:
             draw.remainder = 0
